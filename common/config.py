@@ -1,0 +1,208 @@
+"""The one configuration tree: read once from YAML, validated, frozen. What is measured at run time is not here.
+
+Helm renders the same tree; `tandem --config FILE --set a.b=c` reads it; constructors elsewhere take the values they use, not the tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from common.errors import ConfigError
+
+
+class Node(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelNode(Node):
+    path: Path = Field(description="official checkpoint folder")
+    max_model_len: int = Field(131072, ge=1, description="longest prompt + output [tokens]")
+    vocab: Path | None = Field(None, description="folder with o200k_base.tiktoken; needed for stop strings")
+
+
+class LayoutNode(Node):
+    tp: int = Field(1, description="attention shards")
+    ep: int = Field(1, description="expert shards (whole experts); 1 with tp > 1 cuts each expert into tp pieces")
+    dp: Literal[1] = Field(1, description="copies inside a group; only 1 exists, use replicas")
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> LayoutNode:
+        if self.tp not in (1, 2, 4, 8):
+            raise ValueError(f"tp is {self.tp}; 1, 2, 4 and 8 exist")
+        if self.ep not in (1, self.tp):
+            raise ValueError(f"ep is {self.ep}; it must be 1 or equal tp ({self.tp}): every rank holds a part of both")
+        return self
+
+
+class ReplicasNode(Node):
+    min: int = Field(1, ge=0)
+    max: int = Field(1, ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicasNode:
+        if self.max < max(self.min, 1):
+            raise ValueError(f"replicas max {self.max} must be at least 1 and not below min {self.min}")
+        return self
+
+
+class PoolNode(Node):
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="DNS label")
+    role: Literal["prefill", "decode"]
+    layout: LayoutNode = LayoutNode()
+    weights: Literal["mxfp4", "fp8", "bf16"] = Field("mxfp4", description="format of the experts' weights in this pool")
+    max_batch: int = Field(128, ge=1, le=1024, description="decode: sequences per step")
+    chunk_tokens: int = Field(8192, ge=16, description="prefill: most tokens per forward")
+    kv_blocks: int | None = Field(None, ge=16, description="KV blocks of the full layers; unset = from free memory")
+    replicas: ReplicasNode = ReplicasNode()
+    usd_per_gpu_hour: float | None = Field(None, gt=0, description="unset = prices.usd_per_gpu_hour")
+
+    @model_validator(mode="after")
+    def _role_fits(self) -> PoolNode:
+        if self.role == "decode" and self.layout.tp > 8:
+            raise ValueError("decode tp must be 1, 2, 4 or 8")
+        return self
+
+
+class PricesNode(Node):
+    usd_per_gpu_hour: float = Field(3.0, gt=0)
+
+
+class KVNode(Node):
+    block_size: Literal[16, 32, 64] = Field(16, description="tokens per KV block")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
+    lease_s: float = Field(10.0, gt=0, description="a transfer without a heartbeat for this long is given up")
+
+
+class QueueNode(Node):
+    max_requests: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(8_000_000, ge=1)
+    max_wait_s: float = Field(30.0, gt=0)
+
+
+class ObjectiveNode(Node):
+    latency_weight: float = Field(0.5, ge=0, le=1, description="1 buys speed, 0 saves money")
+
+
+class RouterNode(Node):
+    listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server; port 0 = any free one")
+    objective: ObjectiveNode = ObjectiveNode()
+    queue: QueueNode = QueueNode()
+    profile: Path | None = Field(None, description="file that `tandem sweep` wrote; unset = the built-in default")
+    default_deadline_s: float = Field(600.0, gt=0, description="for requests whose client set none")
+    stream_buffer_tokens: int = Field(4096, ge=64, description="tokens a slow client may lag behind before its request fails")
+    max_retries: int = Field(1, ge=0, description="fresh attempts after a group died, per request")
+
+
+class AutoscaleNode(Node):
+    interval_s: float = Field(5.0, gt=0)
+    gpu_budget: int = Field(8, ge=1)
+
+
+class ClusterNode(Node):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compute_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="activations; float32 for parity on a CPU")
+    key_file: Path | None = Field(None, description="secret that signs transfer messages; unset = made at start, per cluster")
+    controller_listen: str = Field("127.0.0.1:0", description="host:port of the controller's directory")
+    ray_address: str | None = Field(None, description="existing Ray cluster; unset = start a local one")
+    start_timeout_s: float = Field(300.0, gt=0)
+
+
+class Config(Node):
+    model: ModelNode
+    pools: tuple[PoolNode, ...] = Field(min_length=1)
+    prices: PricesNode = PricesNode()
+    kv: KVNode = KVNode()
+    router: RouterNode = RouterNode()
+    autoscale: AutoscaleNode = AutoscaleNode()
+    cluster: ClusterNode = ClusterNode()
+
+    @field_validator("pools")
+    @classmethod
+    def _unique_names(cls, pools: tuple[PoolNode, ...]) -> tuple[PoolNode, ...]:
+        names = [pool.name for pool in pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pool names must differ: {names}")
+        return pools
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        for role in ("prefill", "decode"):
+            if not any(pool.role == role for pool in self.pools):
+                raise ValueError(f"pools: no {role} pool; at least one of each role is needed")
+        wanted = sum(pool.replicas.min * pool.layout.tp for pool in self.pools)
+        if wanted > self.autoscale.gpu_budget:
+            raise ValueError(f"pools want at least {wanted} GPUs, autoscale.gpu_budget is {self.autoscale.gpu_budget}")
+        return self
+
+    def usd_per_gpu_hour(self, pool: PoolNode) -> float:
+        return pool.usd_per_gpu_hour or self.prices.usd_per_gpu_hour
+
+
+def parse_config(tree: Any, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+    """Builds the tree from plain data and `a.b=c` overrides (values are YAML; list items by index or, for pools, by name).
+
+    Raises: ConfigError with every wrong key on one line
+    """
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config: expected a mapping at the top, got {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        parts = [".".join(str(p) for p in e["loc"]) + ": " + e["msg"].removeprefix("Value error, ") for e in exc.errors()]
+        raise ConfigError("config: " + "; ".join(parts)) from None
+
+
+def load_config(path: Path, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+    """Reads one YAML file. Relative paths in it are taken from the current directory.
+
+    Raises: ConfigError naming the file and the key
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ConfigError(f"config {path}: {' '.join(str(exc).split())}") from exc
+    return parse_config(tree, overrides)
+
+
+def _apply_override(tree: dict, override: str) -> None:
+    key, eq, text = override.partition("=")
+    if not eq or not key:
+        raise ConfigError(f"--set {override!r}: expected key.path=value")
+    node: Any = tree
+    parts = key.split(".")
+    for part in parts[:-1]:
+        node = _child(node, part, key)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"--set {key}: {text!r} is not a YAML value") from exc
+    if isinstance(node, list):
+        node[_index(node, parts[-1], key)] = value
+    else:
+        node[parts[-1]] = value
+
+
+def _child(node: Any, part: str, key: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, key)]
+    if node.get(part) is None:
+        node[part] = {}
+    if not isinstance(node[part], dict | list):
+        raise ConfigError(f"--set {key}: {part} is a value, not a section")
+    return node[part]
+
+
+def _index(items: list, part: str, key: str) -> int:
+    for i, item in enumerate(items):
+        if isinstance(item, dict) and item.get("name") == part:
+            return i
+    if part.isdigit() and int(part) < len(items):
+        return int(part)
+    raise ConfigError(f"--set {key}: no item {part!r}; there are {len(items)}")
