@@ -47,7 +47,9 @@ class BlockPool:
         return BlockGrant(ids, tuple(self._epoch[block] for block in ids))
 
     def free(self, block_ids: tuple[int, ...] | list[int], owner: str) -> None:
-        """Raises: ServingError if `owner` does not hold one of them; then nothing was freed."""
+        """Raises: ServingError if `owner` does not hold one of them, or one is named twice; then nothing was freed."""
+        if len(set(block_ids)) != len(block_ids):
+            raise ServingError(f"{owner!r} frees a block twice: {sorted(block_ids)[:8]}")
         wrong = [block for block in block_ids if self._owner[block] != owner]
         if wrong:
             raise ServingError(f"blocks {wrong[:8]} are held by {self._owner[wrong[0]]!r}, not by {owner!r}")

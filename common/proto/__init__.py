@@ -1,0 +1,1 @@
+"""The wire protocol: `.proto` sources and the code that tools/protoc.sh makes of them."""

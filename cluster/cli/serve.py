@@ -1,0 +1,94 @@
+"""`tandem up`, `down`, `status`, `scale` and the router's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cluster.cli.app import ConfigOption, NameOption, SetOption, app, err, out, read_config
+from common.errors import ConfigError
+
+
+@app.command()
+def up(config: ConfigOption, set_: SetOption = None, name: NameOption = "default") -> None:
+    """Start pools, controller and router, on this machine or on the Ray cluster of cluster.ray_address."""
+    from cluster.up import bring_up
+
+    tree = read_config(config, set_)
+    with startup_progress() as show:
+        state = bring_up(tree, name, show)
+    out.print(f"router: {state.router_address}")
+
+
+@app.command()
+def down(name: NameOption = "default") -> None:
+    """Stop everything that `tandem up` started."""
+    from cluster.up import take_down
+
+    if not take_down(name):
+        raise ConfigError(f"no cluster {name!r} is up on this machine")
+    out.print(f"{name} is down")
+
+
+@app.command()
+def scale(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
+    replicas: Annotated[int, typer.Argument(help="Groups wanted, within the pool's bounds.")],
+    name: NameOption = "default",
+) -> None:
+    """Set a pool's number of groups by hand."""
+    from cluster.client import scale_pool
+
+    out.print(f"{pool}: {scale_pool(name, pool, replicas)} replicas wanted")
+
+
+@app.command(hidden=True)
+def router(
+    config: ConfigOption,
+    controller: Annotated[str, typer.Option(help="host:port of the controller's directory.")],
+    set_: SetOption = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Written with the address once requests are served.")] = None,
+) -> None:
+    """Run a router in this process until SIGTERM. `tandem up` starts one; run more beside it for availability."""
+    from cluster.router.main import serve
+    from common.logs import configure_logging
+
+    configure_logging(role="router")
+
+    def ready(address: str) -> None:
+        if ready_file is not None:
+            temporary = ready_file.with_suffix(".new")
+            temporary.write_text(address)
+            temporary.replace(ready_file)
+
+    asyncio.run(serve(read_config(config, set_), controller, ready))
+
+
+class startup_progress:
+    """One line per group while the cluster starts; plain lines where there is no terminal."""
+
+    def __enter__(self):
+        self._bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True)
+        self._lines: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._bar.start()
+        return self._show
+
+    def __exit__(self, *exc) -> None:
+        self._bar.stop()
+
+    def _show(self, rows: list[dict]) -> None:
+        for row in rows:
+            key = row["group"] or row["pool"]
+            text = f"{row['pool']:<16} {key:<26} tp{row['tp']}  {row['state']}"
+            if err.is_terminal:
+                if key not in self._lines:
+                    self._lines[key] = self._bar.add_task(text, total=None)
+                self._bar.update(self._lines[key], description=text)
+            elif (key, row["state"]) not in self._said:
+                self._said.add((key, row["state"]))
+                err.print(text)

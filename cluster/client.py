@@ -1,0 +1,71 @@
+"""Client side of the router and the controller for the CLI: finds their addresses, turns gRPC errors into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from cluster.state import load_state
+from common.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    NotSupportedError,
+    ServingError,
+    WorkerLost,
+)
+from common.proto import control_pb2, control_pb2_grpc, router_pb2_grpc
+
+_ERRORS = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.UNAVAILABLE: WorkerLost,
+    grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
+    grpc.StatusCode.NOT_FOUND: ConfigError,
+    grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+}
+
+
+def router_address(name: str, given: str | None) -> str:
+    """`given`, else the address that `tandem up` left behind.
+
+    Raises: ConfigError if there is none
+    """
+    if given:
+        return given
+    state = load_state(name)
+    if state is None or state.router_address is None:
+        raise ConfigError(f"no cluster {name!r} is up on this machine; give --router host:port")
+    return state.router_address
+
+
+@contextmanager
+def router_stub(name: str, given: str | None) -> Iterator[router_pb2_grpc.RouterStub]:
+    """Raises: ServingError of the kind that fits a gRPC status"""
+    with grpc.insecure_channel(router_address(name, given)) as channel, mapped_errors():
+        yield router_pb2_grpc.RouterStub(channel)
+
+
+def scale_pool(name: str, pool: str, replicas: int) -> int:
+    """Returns: replicas wanted from now on"""
+    state = load_state(name)
+    if state is None or state.controller_address is None:
+        raise ConfigError(f"no cluster {name!r} is up on this machine")
+    with grpc.insecure_channel(state.controller_address) as channel, mapped_errors():
+        stub = control_pb2_grpc.DirectoryStub(channel)
+        return stub.Scale(control_pb2.ScaleRequest(pool=pool, replicas=replicas), timeout=10).replicas
+
+
+@contextmanager
+def mapped_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as exc:
+        code, details = exc.code(), exc.details() or exc.code().name
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            field, _, message = details.partition(": ")
+            raise InvalidRequestError(field, message) from exc
+        raise _ERRORS.get(code, ServingError)(details) from exc

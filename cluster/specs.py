@@ -1,0 +1,56 @@
+"""From the config tree to what each rank process is told: pure."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from common.config import Config, PoolNode
+from common.errors import ConfigError
+from common.rank_spec import RankSpec
+
+
+def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> RankSpec:
+    """Rank 0's spec of a new group, with a name and an incarnation of its own; `for_rank` gives the others.
+
+    Raises: ConfigError if this pool can't run on `device`
+    """
+    if device == "cpu" and config.kv.transport == "nixl":
+        _require_nixl()
+    suffix = secrets.token_hex(3)
+    return RankSpec(
+        pool=pool.name,
+        group=f"{pool.name}-{suffix}",
+        role=pool.role,
+        model_path=str(config.model.path),
+        tp=pool.layout.tp,
+        ep=pool.layout.ep,
+        rank=0,
+        rendezvous="",
+        incarnation=secrets.randbits(64),
+        key=key,
+        block_size=config.kv.block_size,
+        kv_dtype=config.kv.dtype,
+        kv_blocks=pool.kv_blocks,
+        max_batch=pool.max_batch,
+        chunk_tokens=pool.chunk_tokens,
+        max_model_len=config.model.max_model_len,
+        transport=config.kv.transport,
+        lease_s=config.kv.lease_s,
+        device=device,
+        compute_dtype=config.cluster.compute_dtype,
+        weights=pool.weights,
+        listen_host="127.0.0.1",
+        vocab=str(config.model.vocab) if config.model.vocab else None,
+    )
+
+
+def for_rank(spec: RankSpec, rank: int, rendezvous: str, listen_host: str) -> RankSpec:
+    return replace(spec, rank=rank, rendezvous=rendezvous, listen_host=listen_host)
+
+
+def _require_nixl() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("nixl_cu12") is None:
+        raise ConfigError("kv.transport is nixl, which is not installed: pip install 'tandem[nixl]'")

@@ -1,0 +1,150 @@
+"""Brings a whole cluster up and down: Ray (if there is none), controller, groups, router process.
+
+Used by the CLI, the demo and the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from cluster.controller import Controller, check_pools
+from cluster.local_ray import NAMESPACE, connect, start_local_ray
+from cluster.state import ClusterState, Process, clear_state, load_state, save_state, state_dir
+from common.config import Config
+from common.errors import ConfigError, ServingError, WorkerLost
+
+CONTROLLER = "tandem-controller"
+Rows = list[dict]
+
+
+def bring_up(config: Config, name: str, on_progress: Callable[[Rows], None] = lambda rows: None) -> ClusterState:
+    """Starts everything and returns when every pool has its minimum of ready groups and the router answers.
+
+    `on_progress` gets the controller's status rows a few times a second.
+    Raises: ConfigError if this name runs already or the config can't be served; WorkerLost if a group does not come up. What was
+    started is stopped again then.
+    """
+    check_pools(config)
+    if load_state(name) is not None:
+        raise ConfigError(f"cluster {name!r} is up already; `tandem down --name {name}` first")
+    folder = state_dir(name)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = _start_ray(config, name, folder)
+    save_state(state)
+    try:
+        connect(state.ray_address, state.ray_token_file)
+        controller = _start_controller(config)
+        state = state.model_copy(update={"controller_address": ray.get(controller.start.remote())})
+        save_state(state)
+        _wait_ready(controller, config, on_progress)
+        state = _start_router(config, state, folder)
+        save_state(state)
+    except BaseException:
+        take_down(name)
+        raise
+    return state
+
+
+def take_down(name: str) -> bool:
+    """Stops router, groups, controller and, if `bring_up` started it, Ray. Returns: whether there was anything to stop"""
+    state = load_state(name)
+    if state is None:
+        return False
+    if state.router_process is not None:
+        state.router_process.stop(timeout_s=10)
+    if state.ray_process is None or not state.ray_process.is_dead():
+        _stop_controller(state)
+    if ray.is_initialized():
+        ray.shutdown()
+    if state.ray_process is not None:
+        state.ray_process.stop(timeout_s=30)
+    if state.ray_token_file is not None:
+        state.ray_token_file.unlink(missing_ok=True)
+    clear_state(name)
+    return True
+
+
+def controller_of(state: ClusterState):
+    """The controller's actor handle; connects to Ray if this process has not yet."""
+    if not ray.is_initialized():
+        connect(state.ray_address, state.ray_token_file)
+    return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+
+
+def device_of(config: Config) -> str:
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+def _start_ray(config: Config, name: str, folder: Path) -> ClusterState:
+    if config.cluster.ray_address is not None:
+        return ClusterState(name=name, ray_address=config.cluster.ray_address)
+    ranks = sum(pool.replicas.max * pool.layout.tp for pool in config.pools)
+    process, address, token = start_local_ray(folder, num_cpus=max(4, ranks))
+    return ClusterState(name=name, ray_address=address, ray_process=process, ray_token_file=token)
+
+
+def _start_controller(config: Config):
+    key = config.cluster.key_file.read_bytes() if config.cluster.key_file else secrets.token_bytes(32)
+    actor = ray.remote(Controller).options(name=CONTROLLER, lifetime="detached", num_cpus=0, max_concurrency=64)
+    return actor.remote(config.model_dump_json(), key, device_of(config))
+
+
+def _wait_ready(controller, config: Config, on_progress: Callable[[Rows], None]) -> None:
+    """Raises: WorkerLost with the reason as soon as a group has failed"""
+    wanted = sum(pool.replicas.min for pool in config.pools)
+    deadline = time.monotonic() + config.cluster.start_timeout_s
+    while True:
+        rows = ray.get(controller.status.remote())
+        on_progress(rows)
+        failed = [row for row in rows if row["state"] == "failed"]
+        if failed:
+            raise WorkerLost("; ".join(f"pool {row['pool']}: {row['error']}" for row in failed))
+        if sum(row["state"] == "ready" for row in rows) >= wanted:
+            return
+        if time.monotonic() > deadline:
+            waiting = ", ".join(f"{row['group']} ({row['state']})" for row in rows if row["state"] != "ready")
+            raise WorkerLost(f"not ready within {config.cluster.start_timeout_s:.0f} s: {waiting}")
+        time.sleep(0.1)
+
+
+def _start_router(config: Config, state: ClusterState, folder: Path) -> ClusterState:
+    """Raises: WorkerLost with the end of the router's log"""
+    config_file, log, ready = folder / "config.json", folder / "router.log", folder / "router.address"
+    config_file.write_text(config.model_dump_json(indent=1))
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "cluster.cli", "router", "--config", str(config_file)]
+    command += ["--controller", str(state.controller_address), "--ready-file", str(ready)]
+    with log.open("wb") as out:
+        router = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=_router_environment())
+    process = Process.of(router.pid)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and router.poll() is None:
+        if ready.exists():
+            return state.model_copy(update={"router_process": process, "router_address": ready.read_text()})
+        time.sleep(0.05)
+    process.stop(2)
+    raise WorkerLost(f"the router did not start: {' '.join(log.read_text().split())[-400:]}")
+
+
+def _router_environment() -> dict[str, str]:
+    """The router is no member of the Ray cluster and gets none of its secrets."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+
+
+def _stop_controller(state: ClusterState) -> None:
+    try:
+        controller = controller_of(state)
+        ray.get(controller.shutdown.remote(), timeout=30)
+        ray.kill(controller)
+    except (ServingError, ValueError, ray.exceptions.RayError):
+        return  # it never started, or died; its processes go with Ray or with their actors

@@ -1,0 +1,42 @@
+"""What one rank process is told when it starts: plain values, so that Ray and multiprocessing can carry it.
+
+Made by `cluster/specs.py` from the config tree; read by `prefill_worker/rank.py` and `decode_worker/rank.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One rank of one group. All ranks of a group differ in `rank` and `listen_host` alone.
+
+    `rendezvous`: host:port of the group's TCPStore, on rank 0's host; unused with tp 1. `incarnation`: random at each start of the
+    group. `key`: the cluster's secret for transfer messages. `kv_blocks` None: as many full-layer blocks as memory allows.
+    """
+
+    pool: str
+    group: str
+    role: Literal["prefill", "decode"]
+    model_path: str
+    tp: int
+    ep: int
+    rank: int
+    rendezvous: str
+    incarnation: int
+    key: bytes = field(repr=False)
+    block_size: int = 16
+    kv_dtype: str = "bfloat16"
+    kv_blocks: int | None = None
+    max_batch: int = 128
+    chunk_tokens: int = 8192
+    max_model_len: int = 131072
+    transport: str = "auto"
+    lease_s: float = 10.0
+    device: str = "cpu"
+    compute_dtype: str = "float32"
+    weights: str = "mxfp4"
+    listen_host: str = "127.0.0.1"
+    vocab: str | None = None
