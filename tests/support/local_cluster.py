@@ -1,0 +1,114 @@
+"""A real local cluster for tests: Ray, controller, two prefill pools, one decode pool of four ranks, the router's own process.
+
+Started once per session; a test that breaks it starts its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from cluster.up import bring_up, take_down
+from common.config import Config, parse_config
+from common.proto import router_pb2, router_pb2_grpc
+
+VOCAB_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    name: str
+    router: str
+    checkpoint: Path
+    config: Config
+
+
+def cluster_config(checkpoint: Path, **changes) -> Config:
+    tree = {
+        "model": {"path": str(checkpoint), "max_model_len": 2048},
+        "pools": [
+            {"name": "prefill-tp1", "role": "prefill", "layout": {"tp": 1}, "chunk_tokens": 256, "kv_blocks": 512},
+            {"name": "prefill-tp2", "role": "prefill", "layout": {"tp": 2}, "chunk_tokens": 256, "kv_blocks": 512},
+            {"name": "decode-ep4", "role": "decode", "layout": {"tp": 4, "ep": 4}, "max_batch": 64, "kv_blocks": 4096},
+        ],
+        "kv": {"dtype": "float32"},
+        "router": {"listen": "127.0.0.1:0"},
+        "cluster": {"device": "cpu", "compute_dtype": "float32"},
+    }
+    return parse_config(tree | changes)
+
+
+@contextmanager
+def running_cluster(name: str, folder: Path, config: Config):
+    """Raises what `bring_up` raises; always takes down what it started."""
+    os.environ["TANDEM_STATE_DIR"] = str(folder)
+    try:
+        state = bring_up(config, name)
+        yield LocalCluster(name, str(state.router_address), config.model.path, config)
+    finally:
+        take_down(name)
+        del os.environ["TANDEM_STATE_DIR"]
+
+
+def request(prompt: list[int], **sampling) -> router_pb2.GenerateRequest:
+    """Greedy unless told otherwise, and deaf to stop tokens, which a small vocabulary does not have."""
+    message = router_pb2.GenerateRequest(request_id=f"test-{prompt[:3]}")
+    message.tokenized.input_ids.extend(prompt)
+    for name, value in {"temperature": 0.0, "ignore_eos": True, **sampling}.items():
+        setattr(message.sampling_params, name, value)
+    return message
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    logprobs: list
+    complete: router_pb2.GenerateComplete | None
+
+
+async def ask(stub: router_pb2_grpc.RouterStub, message: router_pb2.GenerateRequest, timeout_s: float = 60.0) -> Answer:
+    """Collects one answer and checks that token indices leave no gap.
+
+    Raises: grpc.aio.AioRpcError
+    """
+    answer = Answer([], [], None)
+    async for response in stub.Generate(message, timeout=timeout_s):
+        assert answer.complete is None, "something came after the end"
+        if response.HasField("chunk"):
+            assert response.chunk.first_token_index == len(answer.tokens)
+            answer.tokens.extend(response.chunk.token_ids)
+            answer.logprobs.extend(response.chunk.logprobs)
+        else:
+            answer.complete = response.complete
+    assert answer.complete is not None, "the stream ended without an answer"
+    return answer
+
+
+async def wait_idle(stub: router_pb2_grpc.RouterStub, timeout_s: float) -> float:
+    """Waits until every group has all of its blocks back and nothing runs. Returns: seconds it took
+
+    Raises: AssertionError with the loads if it takes longer
+    """
+    started = time.monotonic()
+    while True:
+        loads = await stub.GetLoads(router_pb2.GetLoadsRequest())
+        busy = [
+            g.description.group
+            for g in loads.groups
+            if g.load.running or g.load.waiting or g.load.transfers
+            or g.load.free_full_blocks != g.load.total_full_blocks or g.load.free_sliding_blocks != g.load.total_sliding_blocks
+        ]  # fmt: skip
+        if not busy and loads.running_requests == 0:
+            return time.monotonic() - started
+        assert time.monotonic() - started < timeout_s, f"not idle after {timeout_s} s: {loads}"
+        await asyncio.sleep(0.05)
+
+
+def channel_of(cluster: LocalCluster) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(cluster.router)
