@@ -7,6 +7,7 @@ Legend: T tokens, B sequences, H query heads, K KV heads, D head_dim, E experts,
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 FP8_MAX = 448.0
 MXFP4_GROUP = 32
 FP8_BLOCK = 128
+QUERY_TILE = 256  # bounds the score matrix of a long prefill chunk
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -122,25 +124,31 @@ def paged_attention_ref(
     bounds = cu_seqlens_q.tolist()
     k_all, v_all = gather_kv_ref(kv_pool, block_table)
     lens, starts = seq_lens.tolist(), kv_start.tolist()
-    if all(end - begin == 1 for begin, end in zip(bounds, bounds[1:], strict=False)):
+    if all(end - begin == 1 for begin, end in pairwise(bounds)):
         return _decode_attention_ref(q, k_all, v_all, kv_start, seq_lens, sink, group, window, sm_scale)
-    for b, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        if end == begin:
-            continue
-        q_BTHD = q[begin:end].float().view(end - begin, num_kv_heads, group, -1)
-        used = lens[b] - starts[b]
-        k, v = k_all[b, :used].float(), v_all[b, :used].float()
-        key_pos = torch.arange(used, device=q.device) + starts[b]
-        query_pos = torch.arange(lens[b] - (end - begin), lens[b], device=q.device)
-        visible = key_pos[None, :] <= query_pos[:, None]
-        if window is not None:
-            visible &= key_pos[None, :] > query_pos[:, None] - window
-        scores = torch.einsum("tkgd,jkd->kgtj", q_BTHD, k) * sm_scale
-        scores = scores.masked_fill(~visible, float("-inf"))
-        probs = _softmax_with_sink(scores, sink.float().view(num_kv_heads, group, 1, 1))
-        v = v.masked_fill(~visible.any(0)[:, None, None], 0.0)  # unwritten slots may hold NaN
-        out[begin:end] = torch.einsum("kgtj,jkd->tkgd", probs, v).reshape(end - begin, q.shape[1], -1).to(q.dtype)
+    for b, (begin, end) in enumerate(pairwise(bounds)):
+        for first in range(begin, end, QUERY_TILE):
+            rows = slice(first, min(first + QUERY_TILE, end))
+            out[rows] = _attend_rows(q[rows], k_all[b], v_all[b], starts[b], lens[b] - end + first, sink, window, sm_scale)
     return out
+
+
+def _attend_rows(q, k, v, kv_start, first_pos, sink, window, sm_scale):
+    """Queries of one sequence at positions `first_pos` on, over the keys that any of them sees; memory is bounded by the tile."""
+    num_kv_heads = k.shape[1]
+    last_pos = first_pos + q.shape[0] - 1
+    low = kv_start if window is None else max(kv_start, first_pos - window + 1)
+    k, v = (x[low - kv_start : last_pos + 1 - kv_start].float() for x in (k, v))
+    key_pos = torch.arange(low, last_pos + 1, device=q.device)
+    query_pos = torch.arange(first_pos, last_pos + 1, device=q.device)
+    visible = key_pos[None, :] <= query_pos[:, None]
+    if window is not None:
+        visible &= key_pos[None, :] > query_pos[:, None] - window
+    q_TKGD = q.float().unflatten(1, (num_kv_heads, -1))
+    scores = torch.einsum("tkgd,jkd->kgtj", q_TKGD, k) * sm_scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    probs = _softmax_with_sink(scores, sink.float().view(num_kv_heads, -1, 1, 1))
+    return torch.einsum("kgtj,jkd->tkgd", probs, v).flatten(1, 2).to(q.dtype)
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
@@ -223,10 +231,11 @@ def mxfp4_dequant_ref(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch
     Shapes: blocks [..., G, 16] uint8 (32 values each); scales [..., G] uint8
     Returns: [..., G * 32] in dtype; exact in fp32, and in bf16 wherever 2^(scale-127) is a normal number
     """
-    table = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
-    low, high = table[(blocks & 0xF).long()], table[(blocks >> 4).long()]
-    values = torch.stack((low, high), dim=-1).flatten(-2)  # [..., G, 32]
-    return torch.ldexp(values, scales.to(torch.int32)[..., None] - 127).flatten(-2).to(dtype)
+    table, byte = 2 * torch.tensor(FP4_VALUES, dtype=torch.float32), torch.arange(256)
+    pairs = torch.stack((table[byte & 0xF], table[byte >> 4]), dim=-1).to(blocks.device)  # [256, 2]: both values of each byte
+    values = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)  # [..., G, 32]
+    scale = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 128)  # table doubled: 2^128 would be infinite
+    return (values * scale[..., None]).flatten(-2).to(dtype)
 
 
 def mxfp4_quant_ref(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,3 +298,53 @@ def fp8_dequant_blocks_ref(q: Tensor, scales: Tensor, rows: int, cols: int) -> T
     blocks = q.float().unflatten(-2, (-1, FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
     blocks = blocks * scales[..., :, None, :, None]
     return blocks.flatten(-2).flatten(-3, -2)[..., :rows, :cols]
+
+
+def fp8_quant_rows_bias_ref(x: Tensor, bias_columns: int) -> tuple[Tensor, Tensor]:
+    """`fp8_quant_rows_ref` whose first `bias_columns` padding columns hold exactly 1.0, so that a GEMM can carry its bias there.
+
+    Shapes: x [T, C]; P = C + bias_columns rounded up to a multiple of 128
+    Returns: q [T, P] float8_e4m3fn; scales [T, P/128] fp32. The last block's scale is a power of two >= 2^-8 (1 / scale is exact in e4m3)
+    """
+    columns = x.shape[-1]
+    q, scales = fp8_quant_rows_ref(torch.nn.functional.pad(x, (0, bias_columns)))
+    if bias_columns == 0:
+        return q, scales
+    start = (q.shape[-1] // FP8_BLOCK - 1) * FP8_BLOCK
+    last = x[:, start:].float()
+    amax = torch.nn.functional.pad(last.abs(), (0, 1)).amax(-1)
+    scale = torch.exp2(torch.ceil(torch.log2((amax / FP8_MAX).clamp(min=2.0**-8))))
+    q[:, start:columns] = (last / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    q[:, columns : columns + bias_columns] = (1.0 / scale[:, None]).to(torch.float8_e4m3fn)
+    scales[:, -1] = scale
+    return q, scales
+
+
+def expert_rows_ref(expert_ids: Tensor, first_expert: int, num_local_experts: int, alignment: int) -> tuple[Tensor, Tensor]:
+    """Places each (token, choice) in a row buffer sorted by expert, every expert starting at a multiple of `alignment`.
+
+    Shapes: expert_ids [T, k] int
+    Returns: rows [T, k] int32, -1 where the expert is not local; ends [num_local_experts] int32: one past each expert's last row
+    """
+    local = expert_ids.reshape(-1).long() - first_expert
+    rows = torch.full_like(local, -1)
+    ends, start = [], 0
+    for e in range(num_local_experts):
+        chosen = (local == e).nonzero(as_tuple=True)[0]
+        rows[chosen] = start + torch.arange(chosen.numel(), device=local.device)
+        ends.append(start + chosen.numel())
+        start = -(-ends[-1] // alignment) * alignment
+    return rows.view(expert_ids.shape).int(), torch.tensor(ends, dtype=torch.int32, device=expert_ids.device)
+
+
+def combine_rows_ref(y: Tensor, rows: Tensor, expert_weights: Tensor) -> Tensor:
+    """Weighted sum of each token's expert outputs.
+
+    Shapes: y [M, C]; rows [T, k] int32, -1 contributes nothing; expert_weights [T, k] fp32
+    Returns: [T, C] fp32, summed in the order of k
+    """
+    out = torch.zeros(rows.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for k in range(rows.shape[1]):
+        mine = rows[:, k] >= 0
+        out[mine] += y[rows[mine, k].long()].float() * expert_weights[mine, k, None]
+    return out

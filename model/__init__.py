@@ -1,0 +1,1 @@
+"""gpt-oss: reading and sharding its checkpoint, the forward pass, KV tensors, token sampling."""

@@ -1,0 +1,62 @@
+"""The one place where a rank's forward pass is chosen and built from its spec. Called by both workers' ranks when they start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, NotSupportedError
+from common.rank_spec import RankSpec
+from model.batch import StepBatch
+from model.config import ModelConfig, check_layout, load_model_config
+from model.gpt_oss import GptOss
+from model.kv_cache import KVCache
+from model.parallel import ParallelGroup
+from model.weights import load_shard
+
+TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Forward(Protocol):
+    """One rank's forward pass; `GptOss.forward` says what it takes and returns."""
+
+    def forward(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    config: ModelConfig
+    model: Forward
+
+
+BuildModel = Callable[[RankSpec, ParallelGroup], BuiltModel]
+
+
+def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
+    """Reads this rank's weights and joins them with the forward pass of its device.
+
+    Raises: ConfigError if checkpoint or layout can't be served; NotSupportedError for a device without a forward pass
+    """
+    if spec.device != "cpu":
+        raise NotSupportedError(f"a {spec.role} pool on {spec.device}: the forward pass exists for cpu")
+    if spec.compute_dtype not in TORCH_DTYPE:
+        raise ConfigError(f"compute dtype {spec.compute_dtype!r}; expected one of {sorted(TORCH_DTYPE)}")
+    path = Path(spec.model_path)
+    config = load_model_config(path)
+    check_layout(config, spec.tp, spec.ep)
+    weights = load_shard(
+        path,
+        config,
+        tp=spec.tp,
+        ep=spec.ep,
+        rank=spec.rank,
+        device=spec.device,
+        dtype=TORCH_DTYPE[spec.compute_dtype],
+        weights=spec.weights,
+    )
+    return BuiltModel(config, GptOss(config, weights, group, spec.device))

@@ -1,0 +1,302 @@
+"""One decode step of gpt-oss on an H200, everything between two sampled tokens in one CUDA graph.
+
+Owns the packed weights' shape, the step's static buffers and the graphs; the KV, its blocks and the requests are the caller's.
+Called by the decode worker's GPU rank and `benchmarks/decode.py`. Legend: B rows of a bucket (one sequence each), L layers, M table width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, NotSupportedError
+from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding
+from kernels.decode_fused import (
+    combine_norm,
+    embed_norm,
+    norm_route,
+    output_projection,
+    pack_qkv,
+    prepare_step,
+    qkv_rope_write,
+    vocabulary_logits,
+)
+from kernels.moe_decode import ExpertWeights, experts_decode, pack_mxfp4
+from kernels.reference import yarn_inv_freq_ref
+from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+from model.shards import LayerShard, Mxfp4Matrix, ShardWeights
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+TOKENS_PER_ROUTE_COUNTER = 8
+
+
+@dataclass(frozen=True)
+class DecodeLayer:
+    """One layer's weights as the kernels want them: bf16 on the device, QKV rows in `pack_qkv` order, sinks fp32, experts packed."""
+
+    attn_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor
+    sinks: Tensor
+    o: Tensor
+    o_bias: Tensor
+    mlp_norm: Tensor
+    router: Tensor
+    router_bias: Tensor
+    experts: ExpertWeights
+
+
+@dataclass(frozen=True)
+class DecodeWeights:
+    """Shapes: embed, lm_head [V, C]; norm [C]; all bf16."""
+
+    embed: Tensor
+    layers: tuple[DecodeLayer, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def pack_weights(shard: ShardWeights) -> DecodeWeights:
+    """A loaded shard in the decode kernels' layouts.
+
+    Effects: memory of the experts is held twice for one layer at a time if the caller drops the shard
+    Raises: NotSupportedError unless the experts are MXFP4 and whole
+    """
+    return DecodeWeights(shard.embed, tuple(_pack_layer(layer) for layer in shard.layers), shard.norm, shard.lm_head)
+
+
+def _pack_layer(layer: LayerShard) -> DecodeLayer:
+    experts = layer.experts
+    if not isinstance(experts.gate_up, Mxfp4Matrix) or not isinstance(experts.down, Mxfp4Matrix):
+        raise NotSupportedError("decode on the GPU takes MXFP4 experts; set weights: mxfp4 for this pool")
+    return DecodeLayer(
+        attn_norm=layer.attn_norm,
+        qkv=pack_qkv(layer.qkv),
+        qkv_bias=pack_qkv(layer.qkv_bias),
+        sinks=layer.sinks.float(),
+        o=layer.o,
+        o_bias=layer.o_bias,
+        mlp_norm=layer.mlp_norm,
+        router=layer.router,
+        router_bias=layer.router_bias,
+        experts=ExpertWeights(
+            pack_mxfp4(experts.gate_up.blocks, experts.gate_up.scales, gate_up=True),
+            experts.gate_up_bias.bfloat16(),
+            pack_mxfp4(experts.down.blocks, experts.down.scales, gate_up=False),
+            experts.down_bias.bfloat16(),
+            experts.first_expert,
+        ),
+    )
+
+
+class StepInputs:
+    """What the host writes before a step, in buffers whose addresses the graphs hold.
+
+    Shapes: token_ids, seq_lens, sliding_start [B] int32; full_table [B, M], sliding_table [B, 9] int32
+    Units: seq_lens counts the new token; 0 marks a padded row, which writes nowhere and reads no expert
+    """
+
+    def __init__(self, rows: int, full_blocks: int, sliding_blocks: int, device: torch.device | str):
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.token_ids = ints(rows)
+        self.seq_lens = ints(rows)
+        self.sliding_start = ints(rows)
+        self.full_table = ints(rows, full_blocks)
+        self.sliding_table = ints(rows, sliding_blocks)
+        self.sampling = SamplingRows.greedy(rows, device)
+
+
+class _Scratch:
+    """Activations of one step, at the largest batch."""
+
+    def __init__(self, config: ModelConfig, layer: DecodeLayer, vocab: int, rows: int, kv_tokens: int, kv_heads: int, device):
+        def bf16(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+        def fp32(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        hidden, k = config.hidden_size, config.experts_per_token
+        q_heads = layer.qkv.shape[0] // config.head_dim - 2 * kv_heads
+        self.residual, self.normed, self.projected = bf16(rows, hidden), bf16(rows, hidden), bf16(rows, hidden)
+        self.qkv, self.q = bf16(rows, layer.qkv.shape[0]), bf16(rows, q_heads, config.head_dim)
+        self.attention = bf16(rows, q_heads, config.head_dim)
+        self.hidden, self.pairs = bf16(rows * k, config.intermediate_size), bf16(rows, k, hidden)
+        self.route_logits, self.expert_weights = fp32(rows, config.num_experts), fp32(rows, k)
+        self.expert_ids, self.route_arrived = ints(rows, k), ints(-(-rows // TOKENS_PER_ROUTE_COUNTER))
+        self.cos_sin = fp32(rows, config.head_dim // 2, 2)
+        self.full_slots, self.sliding_slots = ints(rows), ints(rows)
+        self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
+        self.logits = fp32(rows, vocab)
+        self.sampling = SamplingScratch.allocate(rows, device)
+
+
+class CudaDecode:
+    """A rank's decode step.
+
+    `inputs` is written by the host before `step` or `replay`; `inputs.token_ids` then holds the sampled tokens, which are the next step's
+    input as they stand. A row's result does not depend on the other rows as long as the bucket stays at or below 16 rows, bit for bit;
+    above, the dense products are the library's, whose order of additions depends on the bucket.
+
+    Shapes: `logits_override` [L, B, E] fp32 or None: takes the router's place; benchmarks of random weights set it
+    Units: max_batch: rows of the largest bucket; max_positions: the longest sequence [tokens]
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecodeWeights,
+        kv: KVCache,
+        *,
+        max_batch: int,
+        max_positions: int,
+        device: torch.device | str,
+    ):
+        if kv.full.shape[-2:] != (16, 64):
+            raise ConfigError(f"decode on the GPU takes KV blocks of 16 tokens and heads of 64, got {tuple(kv.full.shape[-2:])}")
+        self.config = config
+        self.logits_override: Tensor | None = None
+        self._weights = weights
+        self._kv = kv
+        self._block_size = kv.full.shape[-2]
+        full_blocks = -(-max_positions // self._block_size)
+        sliding_blocks = -(-(config.window_tokens - 1) // self._block_size) + 1
+        self.inputs = StepInputs(max_batch, full_blocks, sliding_blocks, device)
+        kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self._block_size)
+        vocab = weights.lm_head.shape[0]
+        self._scratch = _Scratch(config, weights.layers[0], vocab, max_batch, kv_tokens, kv.full.shape[3], device)
+        inv_freq, self._concentration = yarn_inv_freq_ref(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_factor,
+            config.rope_original_context,
+            config.rope_beta_fast,
+            config.rope_beta_slow,
+        )
+        self._inv_freq = inv_freq.to(device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def logits(self) -> Tensor:
+        """[max_batch, V] fp32 of the last step; rows past its bucket are stale."""
+        return self._scratch.logits
+
+    @torch.no_grad()
+    def step(self, rows: int, *, all_greedy: bool = True) -> None:
+        """Enqueues one step of the first `rows` rows on the current stream; the tokens land in `inputs.token_ids`."""
+        inputs, s, config = self.inputs, self._scratch, self.config
+        eps = config.rms_norm_eps
+        residual, normed = s.residual[:rows], s.normed[:rows]
+        prepare_step(
+            inputs.seq_lens[:rows],
+            inputs.full_table[:rows],
+            inputs.sliding_table[:rows],
+            inputs.sliding_start[:rows],
+            self._inv_freq,
+            concentration=self._concentration,
+            block_size=self._block_size,
+            cos_sin=s.cos_sin[:rows],
+            full_slots=s.full_slots[:rows],
+            sliding_slots=s.sliding_slots[:rows],
+            cu_chunks=s.split.cu_chunks[: rows + 1],
+        )
+        layers = self._weights.layers
+        embed_norm(inputs.token_ids[:rows], self._weights.embed, layers[0].attn_norm, eps=eps, residual=residual, normed=normed)
+        for index, layer in enumerate(layers):
+            self._attention(index, layer, rows)
+            self._experts(index, layer, rows)
+            combine_norm(
+                s.pairs[:rows],
+                s.expert_ids[:rows],
+                s.expert_weights[:rows],
+                residual,
+                layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm,
+                eps=eps,
+                first_expert=layer.experts.first_expert,
+                num_local_experts=layer.experts.gate_up.shape[0],
+                normed=normed,
+            )
+        logits = s.logits[:rows]
+        vocabulary_logits(normed, self._weights.lm_head, logits)
+        sample_tokens(
+            logits,
+            self._sampling_rows(rows),
+            inputs.seq_lens[:rows],
+            inputs.token_ids[:rows],
+            s.sampling,
+            all_greedy=all_greedy,
+        )
+
+    def _attention(self, index: int, layer: DecodeLayer, rows: int) -> None:
+        inputs, s = self.inputs, self._scratch
+        sliding = self.config.sliding[index]
+        pool, slots = self._kv.layer(index), (s.sliding_slots if sliding else s.full_slots)[:rows]
+        q, out, seq_lens = s.q[:rows], s.attention[:rows], inputs.seq_lens[:rows]
+        qkv_rope_write(s.normed[:rows], layer.qkv, layer.qkv_bias, pool, slots, s.cos_sin[:rows], q, scratch=s.qkv[:rows])
+        scale = self.config.head_dim**-0.5
+        if sliding:
+            tables, start = inputs.sliding_table[:rows], inputs.sliding_start[:rows]
+            attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=self.config.window_tokens, sm_scale=scale)
+        else:
+            attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale)
+        output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
+
+    def _experts(self, index: int, layer: DecodeLayer, rows: int) -> None:
+        s, config = self._scratch, self.config
+        ids = s.expert_ids[:rows]
+        norm_route(
+            s.residual[:rows],
+            layer.mlp_norm,
+            layer.router,
+            layer.router_bias,
+            s.full_slots[:rows],
+            eps=config.rms_norm_eps,
+            normed=s.normed[:rows],
+            logits=s.route_logits[:rows],
+            arrived=s.route_arrived,
+            expert_ids=ids,
+            expert_weights=s.expert_weights[:rows],
+            logits_override=None if self.logits_override is None else self.logits_override[index, :rows],
+        )
+        experts_decode(
+            s.normed[:rows],
+            ids,
+            layer.experts,
+            hidden=s.hidden[: rows * config.experts_per_token],
+            out=s.pairs[:rows],
+            alpha=config.swiglu_alpha,
+            limit=config.swiglu_limit,
+        )
+
+    def _sampling_rows(self, rows: int) -> SamplingRows:
+        p = self.inputs.sampling
+        return SamplingRows(p.temperature[:rows], p.top_k[:rows], p.top_p[:rows], p.min_p[:rows], p.seed[:rows])
+
+    def capture(self, rows: int, *, all_greedy: bool = True) -> None:
+        """Records the graph of one bucket.
+
+        Effects: runs the step twice on a side stream first (compiles, loads); needs valid inputs, overwrites token_ids and KV slots
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step(rows, all_greedy=all_greedy)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(rows, all_greedy=all_greedy)
+        self._graphs[rows, all_greedy] = graph
+
+    def replay(self, rows: int, *, all_greedy: bool = True) -> None:
+        """Enqueues the recorded step of a bucket."""
+        self._graphs[rows, all_greedy].replay()

@@ -1,0 +1,83 @@
+"""Joins the ranks of one group: the control channel, the collectives of the forward pass, and a watch on each other's processes.
+
+Called by each rank when it starts, before it loads anything; the rank closes it when it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import NotSupportedError
+from common.process import is_known_dead
+from common.proto import types_pb2
+from common.rank_spec import RankSpec
+from model.control import FollowerChannel, LeaderChannel
+from model.parallel import LocalGroup, ParallelGroup
+from model.star import StarListener, join_star
+from model.star_group import StarGroup
+
+logger = logging.getLogger(__name__)
+JOIN_TIMEOUT_S = 60.0
+_WATCH_INTERVAL_S = 0.25
+
+
+@dataclass
+class GroupLinks:
+    """What one rank holds of its group. `leader` or `follower` is set, by rank."""
+
+    compute: ParallelGroup
+    leader: LeaderChannel | None = None
+    follower: FollowerChannel | None = None
+
+    def close(self) -> None:
+        for part in (self.leader, self.follower):
+            if part is not None:
+                part.close()
+        if isinstance(self.compute, StarGroup):
+            self.compute.close()
+
+
+def open_group(spec: RankSpec) -> GroupLinks:
+    """Blocks until all ranks of the group have joined.
+
+    Raises: WorkerLost if one does not come within a minute
+    """
+    if spec.tp == 1:
+        return GroupLinks(LocalGroup(), leader=LeaderChannel([]))
+    if spec.device != "cpu":
+        raise NotSupportedError(f"groups of {spec.tp} ranks on {spec.device}: only the CPU's collectives exist")
+    if spec.rank > 0:
+        control = join_star(spec.rendezvous, spec.key, spec.rank, "control", JOIN_TIMEOUT_S)
+        compute = join_star(spec.rendezvous, spec.key, spec.rank, "compute", JOIN_TIMEOUT_S)
+        return GroupLinks(StarGroup(spec.rank, spec.tp, [compute]), follower=FollowerChannel(control))
+    listener = StarListener(spec.rendezvous, spec.key)
+    try:
+        links = listener.accept(spec.tp, ("control", "compute"), JOIN_TIMEOUT_S)
+    finally:
+        listener.close()
+    return GroupLinks(StarGroup(0, spec.tp, links["compute"]), leader=LeaderChannel(links["control"]))
+
+
+class RankWatch:
+    """Looks a few times a second whether the other ranks' processes still exist: a rank that waits for a dead one in a collective of a
+    GPU can't find out by itself. Calls `on_death(rank)` once, from its own thread."""
+
+    def __init__(self, ranks: list[types_pb2.ProcessIdentity], own_rank: int, on_death: Callable[[int], None]):
+        self._others = [(rank, process) for rank, process in enumerate(ranks) if rank != own_rank]
+        self._on_death = on_death
+        self._stop = threading.Event()
+        if self._others:
+            threading.Thread(target=self._run, name="rank-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_WATCH_INTERVAL_S):
+            for rank, process in self._others:
+                if is_known_dead(process):
+                    self._on_death(rank)
+                    return

@@ -1,0 +1,125 @@
+"""A rank's weights as the FP8 prefill forward wants them, made once at load from what `model/weights.py` read.
+
+Projections and experts are FP8 in 128x128 blocks with their columns padded once; expert biases lie in the padding. Called by the prefill
+worker's ranks and by benchmarks. Legend: C hidden_size, E local experts, I local intermediate, R rows, P padded columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from kernels.gemm_fp8 import fold_bias
+from kernels.quantize import BIAS_COLUMNS, padded_columns
+from kernels.reference import FP8_BLOCK, fp8_quant_blocks_ref
+from model.config import ModelConfig
+from model.shards import ExpertMatrix, Fp8Matrix, LayerShard, Mxfp4Matrix, ShardWeights
+
+
+class Fp8Weight(NamedTuple):
+    """values [..., R, P] float8_e4m3fn, rows not padded; scales [..., ceil(R / 128), P / 128] fp32, one per 128x128 block."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillLayer:
+    """One layer on one rank.
+
+    Shapes: qkv [(H + 2K) * D, P]; qkv_bias [(H + 2K) * D]; sinks [H] fp32; o [C, H * D]; o_bias [C]; router [all experts, C]
+    Shapes: gate_up [E, 2I, P] and down [E, C, P], biases folded in; norms [C]
+    """
+
+    attn_norm: Tensor
+    qkv: Fp8Weight
+    qkv_bias: Tensor
+    sinks: Tensor
+    o: Fp8Weight
+    o_bias: Tensor
+    mlp_norm: Tensor
+    router: Tensor
+    router_bias: Tensor
+    gate_up: Fp8Weight
+    down: Fp8Weight
+    first_expert: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True)
+class PrefillWeights:
+    """Shapes: embed [V, C] bf16; norm [C]; lm_head [local rows of V, C] bf16"""
+
+    embed: Tensor
+    layers: tuple[PrefillLayer, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def prepare_prefill_weights(config: ModelConfig, shard: ShardWeights, device: torch.device | str) -> PrefillWeights:
+    """Quantises the projections, packs the experts and folds their biases, layer by layer.
+
+    Effects: the shard's expert tensors are copied to the device one layer at a time; dense ones are quantised
+    Raises: ConfigError if the shard's experts are MXFP4: an FP8 pool loads what `tandem convert` wrote
+    """
+    layers = tuple(_prepare_layer(config, layer, device) for layer in shard.layers)
+    return PrefillWeights(shard.embed.to(device), layers, shard.norm.to(device), shard.lm_head.to(device))
+
+
+def quantize_projection(weight: Tensor) -> Fp8Weight:
+    """A dense projection [R, C] in FP8 blocks; rows cut back to R, columns padded to P."""
+    values, scales = fp8_quant_blocks_ref(weight)
+    return Fp8Weight(values[: weight.shape[0]].contiguous(), scales)
+
+
+def fp8_matrix(matrix: ExpertMatrix) -> Fp8Matrix:
+    """An expert matrix in FP8 blocks, quantised if it is dense.
+
+    Raises: ConfigError if it is MXFP4
+    """
+    if isinstance(matrix, Fp8Matrix):
+        return matrix
+    if isinstance(matrix, Mxfp4Matrix):
+        raise ConfigError("the FP8 prefill got MXFP4 experts; run `tandem convert` and set the pool's weights to fp8")
+    values, scales = fp8_quant_blocks_ref(matrix)
+    return Fp8Matrix(values, scales, matrix.shape[1], matrix.shape[2])
+
+
+def pack_experts(matrix: Fp8Matrix, bias: Tensor, device: torch.device | str) -> Fp8Weight:
+    """Experts' matrices without row padding, with room for the bias columns, bias folded in.
+
+    Shapes: bias [E, rows] fp32
+    """
+    experts = matrix.values.shape[0]
+    padded = padded_columns(matrix.columns, BIAS_COLUMNS)
+    kept = min(padded, matrix.values.shape[2])
+    values = torch.zeros((experts, matrix.rows, padded), dtype=torch.float8_e4m3fn, device=device)
+    values[:, :, :kept] = matrix.values[:, : matrix.rows, :kept].to(device)
+    scales = torch.ones((experts, matrix.scales.shape[1], padded // FP8_BLOCK), dtype=torch.float32, device=device)
+    scales[:, :, : kept // FP8_BLOCK] = matrix.scales[:, :, : kept // FP8_BLOCK].to(device)
+    fold_bias(values, scales, bias.to(device), matrix.columns, BIAS_COLUMNS)
+    return Fp8Weight(values, scales)
+
+
+def _prepare_layer(config: ModelConfig, layer: LayerShard, device: torch.device | str) -> PrefillLayer:
+    experts = layer.experts
+    num_qo_heads = layer.sinks.shape[0]
+    return PrefillLayer(
+        attn_norm=layer.attn_norm.to(device),
+        qkv=quantize_projection(layer.qkv.to(device)),
+        qkv_bias=layer.qkv_bias.to(device),
+        sinks=layer.sinks.to(device).float(),
+        o=quantize_projection(layer.o.to(device)),
+        o_bias=layer.o_bias.to(device),
+        mlp_norm=layer.mlp_norm.to(device),
+        router=layer.router.to(device),
+        router_bias=layer.router_bias.to(device),
+        gate_up=pack_experts(fp8_matrix(experts.gate_up), experts.gate_up_bias, device),
+        down=pack_experts(fp8_matrix(experts.down), experts.down_bias, device),
+        first_expert=experts.first_expert,
+        num_kv_heads=(layer.qkv.shape[0] // config.head_dim - num_qo_heads) // 2,
+    )

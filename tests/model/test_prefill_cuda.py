@@ -1,0 +1,159 @@
+"""The FP8 prefill forward on its kernels' twins against the fp32 forward, and against itself in chunks and padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, ServingError
+from kernels import moe_prefill, norm, quantize
+from kernels.quantize import empty_fp8_rows
+from kernels.reference import fp8_quant_blocks_ref, fp8_quant_rows_bias_ref
+from model import prefill_weights
+from model.batch import SequenceView, StepBatch, build_prefill_batch
+from model.gpt_oss import GptOss
+from model.kv_cache import KVCache
+from model.parallel import LocalGroup, ParallelGroup
+from model.prefill_cuda import AttentionPlans, ChunkInputs, CudaPrefill
+from model.prefill_weights import prepare_prefill_weights
+from model.shards import Mxfp4Matrix
+from model.weights import load_shard
+from tests.support.thread_group import run_ranks
+from tests.support.tiny_checkpoint import Tiny
+
+BLOCK = 16
+PROMPT = np.random.default_rng(7).integers(3, 1000, size=200).tolist()
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int
+    ep: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}-ep{self.ep}"
+
+
+LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 4)]
+
+
+def build(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[CudaPrefill, GptOss]:
+    shard = load_shard(
+        tiny.path, tiny.config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.float32, weights="fp8"
+    )  # fmt: skip
+    prefill = CudaPrefill(
+        tiny.config, prepare_prefill_weights(tiny.config, shard, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512
+    )
+    return prefill, GptOss(tiny.config, shard, group, "cpu")
+
+
+def make_cache(tiny: Tiny, group: ParallelGroup) -> KVCache:
+    return KVCache(tiny.config.kv_geometry(BLOCK, "float32"), group.size, group.rank, 20, 20, "cpu")
+
+
+def chunk(begin: int, end: int, logits: str = "last", sliding_first: int = 0) -> StepBatch:
+    blocks = np.random.default_rng(1).permutation(20).tolist()[: -(-len(PROMPT) // BLOCK)]
+    view = SequenceView(PROMPT[begin:end], begin, blocks, sliding_first, blocks[::-1][sliding_first:])
+    return build_prefill_batch(view, BLOCK, "cpu", logits=logits)
+
+
+def whole(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[Tensor, Tensor | None, KVCache, KVCache]:
+    prefill, exact = build(tiny, group, ep)
+    cache, exact_cache = make_cache(tiny, group), make_cache(tiny, group)
+    return prefill.forward(chunk(0, 200), cache), exact.forward(chunk(0, 200), exact_cache), cache, exact_cache
+
+
+@pytest.fixture
+def exact_formats(monkeypatch):
+    """FP8 without its rounding: scales and padding as ever, payload in fp32. What is left is the order of the operations."""
+
+    def rows(x: Tensor, bias_columns: int) -> tuple[Tensor, Tensor]:
+        q, scales = fp8_quant_rows_bias_ref(x, bias_columns)
+        exact = torch.zeros(q.shape)
+        exact[:, : x.shape[1]] = x.float()
+        exact[:, x.shape[1] : x.shape[1] + bias_columns] = 1.0
+        return exact / scales.repeat_interleave(128, 1), scales
+
+    def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+        q, scales = fp8_quant_blocks_ref(weight)
+        exact = torch.zeros(q.shape)
+        exact[..., : weight.shape[-2], : weight.shape[-1]] = weight
+        return exact / scales.repeat_interleave(128, -2).repeat_interleave(128, -1), scales
+
+    def empty_rows(count: int, columns: int, device: str, bias_columns: int = 0) -> tuple[Tensor, Tensor]:
+        q, scales = empty_fp8_rows(count, columns, device, bias_columns)
+        return torch.full(q.shape, float("nan")), scales
+
+    for module in (quantize, norm, moe_prefill):
+        monkeypatch.setattr(module, "fp8_quant_rows_bias_ref", rows)
+        monkeypatch.setattr(module, "empty_fp8_rows", empty_rows)
+    monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_without_rounding_the_prefill_equals_the_fp32_forward_in_every_layout(tiny, exact_formats, layout):
+    results = run_ranks(layout.tp, lambda group: whole(tiny, group, layout.ep))
+    logits, exact = results[0][:2]
+    # the folded biases are kept to 2^-10 of a weight block's scale
+    torch.testing.assert_close(logits, exact, rtol=0, atol=0.02)
+    assert [result[0] for result in results[1:]] == [None] * (layout.tp - 1)
+    for _, _, cache, exact_cache in results:
+        torch.testing.assert_close(cache.buffer.view(torch.float32), exact_cache.buffer.view(torch.float32), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fp8_prefill_stays_near_fp32(tiny, layout):
+    results = run_ranks(layout.tp, lambda group: whole(tiny, group, layout.ep))
+    for _, _, cache, exact_cache in results:
+        assert torch.equal(cache.full != 0, exact_cache.full != 0)
+        near = torch.nn.functional.cosine_similarity(cache.sliding[0].flatten(), exact_cache.sliding[0].flatten(), dim=0)
+        assert near > 0.999, f"K and V of the first layer: {near}"
+
+
+def test_chunks_give_the_same_logits_and_kv_as_one_pass(tiny, exact_formats):
+    logits, _, cache, _ = whole(tiny, LocalGroup())
+    prefill, _ = build(tiny, LocalGroup())
+    again = make_cache(tiny, LocalGroup())
+    seen: list[int] = []
+    assert prefill.forward(chunk(0, 131, "none"), again, on_layer=seen.append).shape[0] == 0
+    assert seen == list(range(tiny.config.num_layers))
+    assert prefill.forward(chunk(131, 132, "none"), again).shape[0] == 0
+    last = prefill.forward(chunk(132, 200), again)
+    torch.testing.assert_close(last, logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again.buffer.view(torch.float32), cache.buffer.view(torch.float32), rtol=1e-3, atol=1e-3)
+
+
+def test_sliding_blocks_may_start_at_the_first_query_s_window_but_no_later(tiny, exact_formats):
+    prefill, _ = build(tiny, LocalGroup())
+    cache = make_cache(tiny, LocalGroup())
+    expected = whole(tiny, LocalGroup())[0]
+    prefill.forward(chunk(0, 192, "none"), cache)
+    last = prefill.forward(chunk(192, 200, sliding_first=4), cache)
+    torch.testing.assert_close(last, expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ServingError, match="sliding blocks start at 80"):
+        prefill.forward(chunk(192, 200, sliding_first=5), cache)
+
+
+def test_padding_rows_change_nothing_and_take_no_expert_rows(tiny, exact_formats):
+    logits, _, cache, _ = whole(tiny, LocalGroup())
+    prefill, _ = build(tiny, LocalGroup())
+    inputs = ChunkInputs.empty(256, "cpu")
+    inputs.fill(chunk(0, 200))
+    plans = AttentionPlans(tiny.config, prefill.heads, BLOCK, prefill.workspace)
+    plans.plan(chunk(0, 200), 256, "cpu")
+    again = make_cache(tiny, LocalGroup())
+    padded = prefill.run(inputs, plans, again, want_logits=True)
+    torch.testing.assert_close(padded, logits, rtol=1e-3, atol=1e-3)
+    assert torch.equal(again.full != 0, cache.full != 0)
+
+
+def test_mxfp4_experts_are_refused(tiny):
+    shard = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="fp8")
+    packed = Mxfp4Matrix(torch.zeros(1, 1, 1, 16, dtype=torch.uint8), torch.zeros(1, 1, 1, dtype=torch.uint8))
+    object.__setattr__(shard.layers[0].experts, "gate_up", packed)
+    with pytest.raises(ConfigError, match="MXFP4"):
+        prepare_prefill_weights(tiny.config, shard, "cpu")

@@ -1,0 +1,158 @@
+"""A model without weights whose next token is a hash of the KV that its pools hold: a wrong, stale or foreign block gives a wrong token.
+
+`expected_tokens` computes the same without any pool, so tests know what every request must answer. Can be slow, fail or go NaN on demand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import KernelError
+from common.rank_spec import RankSpec
+from model.batch import AttentionTables, StepBatch
+from model.build import BuiltModel
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+from model.parallel import ParallelGroup
+
+CONFIG = ModelConfig(
+    num_layers=4,
+    hidden_size=64,
+    intermediate_size=64,
+    num_experts=8,
+    experts_per_token=4,
+    num_qo_heads=16,
+    num_kv_heads=8,
+    head_dim=8,
+    vocab_size=997,
+    window_tokens=128,
+    sliding=(True, False, True, False),
+    rms_norm_eps=1e-5,
+    rope_theta=150000.0,
+    rope_factor=32.0,
+    rope_original_context=4096,
+    rope_beta_fast=32.0,
+    rope_beta_slow=1.0,
+    swiglu_alpha=1.702,
+    swiglu_limit=7.0,
+    max_position=131072,
+    eos_token_ids=(2,),
+)
+NEVER_SAMPLED = 950
+_MODULUS = 8191
+_KV_VALUES = 251  # small whole numbers, exact in bfloat16
+
+
+@dataclass(frozen=True)
+class FakeModelBuilder:
+    """Builds the fake in place of `model.build.build_model`. Picklable, for ranks in processes of their own.
+
+    `prefill_s_per_token`, `decode_s`: how long a chunk's token and a decode step take. `fail_token`: a forward pass over it raises.
+    `nan_token`: logits after it are NaN. `sleep_token`: a forward pass over it takes 3 s longer.
+    """
+
+    prefill_s_per_token: float = 0.0
+    decode_s: float = 0.0
+    fail_token: int | None = None
+    nan_token: int | None = None
+    sleep_token: int | None = None
+
+    def __call__(self, spec: RankSpec, group: ParallelGroup) -> BuiltModel:
+        return BuiltModel(CONFIG, FakeModel(self, group))
+
+
+class FakeModel:
+    """One rank of it."""
+
+    def __init__(self, settings: FakeModelBuilder, group: ParallelGroup):
+        self._settings = settings
+        self._group = group
+
+    def forward(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor | None:
+        settings, tokens = self._settings, batch.token_ids.tolist()
+        if settings.fail_token in tokens:
+            raise KernelError(f"token {settings.fail_token} makes this model fail")
+        is_decode = len(tokens) == len(batch.seq_lens)
+        time.sleep((settings.decode_s if is_decode else settings.prefill_s_per_token * len(tokens)) + 3 * (settings.sleep_token in tokens))
+        for layer, slides in enumerate(CONFIG.sliding):
+            _write(layer, batch, batch.sliding if slides else batch.full, kv)
+            if on_layer:
+                on_layer(layer)
+        ends = [end - 1 for end in batch.cu_seqlens_q[1:].tolist()]
+        sequences = [ends.index(row) for row in batch.logits_rows.tolist()]
+        sums = self._group.all_reduce(torch.tensor([_pool_hash(batch, kv, b) for b in sequences], dtype=torch.float32))
+        if self._group.rank > 0:
+            return None
+        logits = torch.stack([logits_for(int(s)) for s in sums]) if sequences else torch.empty(0, CONFIG.vocab_size)
+        for row, b in enumerate(sequences):
+            if settings.nan_token is not None and tokens[ends[b]] == settings.nan_token:
+                logits[row, 5] = float("nan")
+        return logits
+
+
+def logits_for(kv_hash: int) -> Tensor:
+    """Returns: [V] fp32; token 3 + kv_hash % 887 is the likeliest by far, tokens from NEVER_SAMPLED on come only by bias"""
+    ids = torch.arange(CONFIG.vocab_size)
+    logits = -((ids * 7919 + kv_hash) % 1009).float() / 100
+    logits[3 + kv_hash % 887] = 5.0
+    logits[NEVER_SAMPLED:] = -60.0
+    return logits
+
+
+def expected_tokens(prompt_ids: Sequence[int], count: int) -> list[int]:
+    """Greedy output of a right path, stop tokens ignored."""
+    tokens = list(prompt_ids)
+    for _ in range(count):
+        tokens.append(int(logits_for(_true_hash(tokens)).argmax()))
+    return tokens[len(prompt_ids) :]
+
+
+def _true_hash(tokens: list[int]) -> int:
+    length = len(tokens)
+    total = 0
+    for layer, slides in enumerate(CONFIG.sliding):
+        first = max(0, length - CONFIG.window_tokens) if slides else 0
+        positions = torch.arange(first, length)
+        for head in range(CONFIG.num_kv_heads):
+            values = _kv_values(torch.tensor(tokens[first:]), positions, layer, head)
+            total += _weigh(values, positions, layer, head)
+    return total
+
+
+def _kv_values(tokens: Tensor, positions: Tensor, layer: int, head: int) -> Tensor:
+    return (tokens * 31 + positions * 17 + layer * 7 + head * 3) % _KV_VALUES
+
+
+def _weigh(values: Tensor, positions: Tensor, layer: int, head: int) -> int:
+    return int((values.long() * (positions * 13 + layer * 5 + head * 11 + 1)).sum()) % _MODULUS
+
+
+def _write(layer: int, batch: StepBatch, tables: AttentionTables, kv: KVCache) -> None:
+    pool, size = kv.layer(layer), kv.geometry.block_size_tokens
+    keep = tables.slot_mapping >= 0
+    slots = tables.slot_mapping[keep]
+    for local in range(kv.head_range.count):
+        values = _kv_values(batch.token_ids[keep], batch.positions[keep], layer, kv.head_range.start + local)
+        for part, shift in ((0, 0), (1, 1)):
+            row = ((values + shift) % _KV_VALUES).to(pool.dtype)[:, None].expand(-1, pool.shape[-1])
+            pool[slots // size, part, local, slots % size] = row
+
+
+def _pool_hash(batch: StepBatch, kv: KVCache, b: int) -> int:
+    """The sum over this rank's heads. A V that does not belong to its K spoils it."""
+    length, size, total = int(batch.seq_lens[b]), kv.geometry.block_size_tokens, 0
+    for layer, slides in enumerate(CONFIG.sliding):
+        tables = batch.sliding if slides else batch.full
+        first = max(0, length - CONFIG.window_tokens) if slides else 0
+        positions = torch.arange(first, length)
+        blocks = tables.block_table[b].long()[(positions - int(tables.kv_start[b])) // size]
+        for local in range(kv.head_range.count):
+            k, v = (kv.layer(layer)[blocks, part, local, positions % size].float() for part in (0, 1))
+            spoilt = bool(((k + 1) % _KV_VALUES != v).any() or (k != k[:, :1]).any())
+            total += _weigh(k[:, 0], positions, layer, kv.head_range.start + local) + 4999 * spoilt
+    return total

@@ -1,0 +1,75 @@
+"""Ranks as threads of one process, so that every layout runs inside one test. Satisfies `model.parallel.ParallelGroup`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+WAIT_S = 60.0
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the ranks put their tensors down and wait for each other. Sums run in rank order, so they are the same every time."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.parts: list[Tensor] = [torch.empty(0)] * size
+
+    def swap(self, rank: int, part: Tensor) -> list[Tensor]:
+        self.parts[rank] = part.clone()
+        self.barrier.wait(WAIT_S)
+        parts = list(self.parts)
+        self.barrier.wait(WAIT_S)  # nobody overwrites a part before all have read it
+        return parts
+
+
+class ThreadGroup:
+    """One rank's side of a meeting. `calls` lists the collectives it joined, with their shapes."""
+
+    def __init__(self, meeting: _Meeting, rank: int):
+        self._meeting = meeting
+        self.rank = rank
+        self.size = meeting.size
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def all_reduce(self, t: Tensor) -> Tensor:
+        self.calls.append(("all_reduce", tuple(t.shape)))
+        parts = self._meeting.swap(self.rank, t)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return t.copy_(total)
+
+    def all_gather(self, t: Tensor, dim: int) -> Tensor:
+        self.calls.append(("all_gather", tuple(t.shape)))
+        return torch.cat(self._meeting.swap(self.rank, t), dim)
+
+
+def run_ranks(size: int, rank_main: Callable[[ThreadGroup], T]) -> list[T]:
+    """Runs `rank_main` once per rank at the same time. Returns: results by rank. The first rank that fails ends the others."""
+    meeting = _Meeting(size)
+
+    def run(rank: int) -> T:
+        torch.set_num_threads(1)  # counts per thread
+        try:
+            return rank_main(ThreadGroup(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
