@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.cli.app import app, err, out
+from common.errors import ConfigError
 
 
 @app.command()
@@ -21,13 +22,19 @@ def version() -> None:
 
 
 @app.command()
-def convert(path: Annotated[Path, typer.Argument(help="Official checkpoint folder with MXFP4 experts.")]) -> None:
+def convert(
+    path: Annotated[Path, typer.Argument(help="Official checkpoint folder with MXFP4 experts.")],
+    force: Annotated[bool, typer.Option("--force", help="Convert again even if the shards are current.")] = False,
+) -> None:
     """Write FP8 128x128 expert shards beside a checkpoint, for pools with `weights: fp8`."""
-    from model.convert import convert_to_fp8
+    import torch
 
+    from model.convert import convert_checkpoint
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with file_progress("converting layers") as step:
-        report = convert_to_fp8(path, progress=step)
-    out.print(f"{report.folder}: {report.num_values:,} values, {report.exact_fraction:.4%} exactly as in MXFP4")
+        report = convert_checkpoint(path, force=force, device=device, progress=step)
+    out.print(f"{report.folder}: {report.values:,} values, {report.exact_fraction:.4%} exactly as in MXFP4")
 
 
 fixture = typer.Typer(help="Write a small gpt-oss checkpoint in the official layout.", no_args_is_help=True)
@@ -43,8 +50,24 @@ def fixture_random(
     """Random weights with known numbers: proves arithmetic, answers nonsense."""
     from model.fixture import write_random_fixture
 
+    _refuse_full(out_dir)
     write_random_fixture(out_dir, vocab_size=vocab_size, layout=layout)
     out.print(f"{out_dir}: random gpt-oss, vocabulary {vocab_size}")
+
+
+@fixture.command("trained")
+def fixture_trained(out_dir: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")]) -> None:
+    """A tiny gpt-oss that was really trained: it speaks Harmony, reasons, calls tools."""
+    from model.trained_fixture import write_trained_fixture
+
+    _refuse_full(out_dir)
+    write_trained_fixture(out_dir)
+    out.print(f"{out_dir}: tiny trained gpt-oss")
+
+
+def _refuse_full(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty")
 
 
 def file_progress(description: str):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from model.trained_fixture import expand
 from tools.tiny_gpt_oss.attention import explicit_masks
 from tools.tiny_gpt_oss.evaluate import evaluate_and_report
 from tools.tiny_gpt_oss.generate import generate_greedy
 from tools.tiny_gpt_oss.network import TinyGptOss
-from tools.tiny_gpt_oss.pack import expand, load_packed, save_checkpoint, save_packed
+from tools.tiny_gpt_oss.pack import load_packed, save_checkpoint, save_packed
 from tools.tiny_gpt_oss.prepare import prepare
 from tools.tiny_gpt_oss.shards import Example, read_examples
 from tools.tiny_gpt_oss.train import Recipe, train

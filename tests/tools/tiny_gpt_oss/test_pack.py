@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.errors import ConfigError
+from model.trained_fixture import expand
 from tools.tiny_gpt_oss.mxfp4 import fake_quantise, pack_mxfp4, quantise, unpack_mxfp4
 from tools.tiny_gpt_oss.network import TinyConfig, TinyGptOss
-from tools.tiny_gpt_oss.pack import expand, load_checkpoint, load_packed, packed_state, save_checkpoint, save_packed
+from tools.tiny_gpt_oss.pack import load_checkpoint, load_packed, packed_state, save_checkpoint, save_packed
 from tools.tiny_gpt_oss.sample import DataError
 from tools.tiny_gpt_oss.vocabulary import FULL_VOCABULARY_ROWS, UNKNOWN_OFFICIAL_ID, make_vocabulary
 
@@ -100,7 +102,7 @@ def test_expanded_folder_has_all_rows_and_an_index(model: TinyGptOss, tmp_path: 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.xz").write_bytes(b"not a packed file")
-    with pytest.raises(DataError, match="not a packed"):
+    with pytest.raises(ConfigError, match="not a packed"):
         expand(tmp_path / "p.xz", tmp_path / "out")
 
 
