@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config
 
 from cluster.state import Process, write_secret
 from common.errors import ConfigError, WorkerLost
@@ -62,6 +63,9 @@ def connect(address: str, token_file: Path | None) -> None:
     Raises: ConfigError if no cluster answers there with this token
     """
     os.environ.update(_environment(token_file))
+    # Ray reads these once, when it is imported, and has no public way to read them again.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as exc:

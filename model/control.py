@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from model.star import Link
 
-DISAGREEMENT_S = 10.0  # a rank whose forward pass failed waits so long for the others to fail alike; else the group can't go on
+DISAGREEMENT_S = 3.0  # a rank whose forward pass failed waits so long for the others to fail alike; else the group can't go on
 
 
 class LeaderChannel:

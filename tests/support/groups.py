@@ -50,7 +50,7 @@ class Group:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self.pipes: list[Connection] = []
         self.description: types_pb2.GroupDescription | None = None
         for rank in range(spec.tp):
             ours, theirs = context.Pipe()
@@ -58,12 +58,12 @@ class Group:
             process.start()
             theirs.close()
             self.processes.append(process)
-            self._pipes.append(ours)
+            self.pipes.append(ours)
 
     def wait_ready(self) -> Group:
         """Raises: ServingError with what a rank said when it could not start"""
         deadline = time.monotonic() + START_TIMEOUT_S
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise ServingError("not ready in time", rank=rank)
             kind, data = pipe.recv()
@@ -81,7 +81,7 @@ class Group:
 
     def stop(self) -> None:
         """Asks the group to end; kills what has not ended after five seconds."""
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send("stop")
         deadline = time.monotonic() + 5

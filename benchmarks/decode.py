@@ -1,0 +1,192 @@
+"""Decode on one GPU: correctness of every kernel, whole-step times beside floors and goals, and where each microsecond goes.
+
+    python3 benchmarks/decode.py --check --time --out DIR
+
+Writes DIR/decode.json (records of whole steps), DIR/decode.txt (all tables) and DIR/errors.log (a section that fails leaves its traceback
+there and the rest goes on). A step is one replay of the captured graph, from token ids to the next token ids, on random weights with
+router logits replaced by fresh random ones before each step; every layer has its own weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import subprocess
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.decode_checks import CHECKS
+from benchmarks.decode_kernels import COPY_GBPS, attention_rows, dense_rows, expert_rows
+from benchmarks.decode_random import random_decode, random_weights
+from benchmarks.prefill_random import gpt_oss_config
+from kernels import cuda_library
+from model.decode_cuda import CudaDecode
+
+STEPS = 100
+# ms: floor, vLLM 0.24 on the same GPU, goal, prediction of this version
+TARGETS = {
+    ("20b", 1, 8192): (0.9, 2.85, 1.6, 1.35), ("20b", 8, 8192): (2.5, 5.16, 3.4, 3.1), ("20b", 32, 8192): (4.4, 7.58, 5.6, 5.4),
+    ("20b", 64, 8192): (5.9, 9.26, 7.0, 7.1), ("20b", 128, 8192): (9.0, 14.6, 11.0, 10.7), ("20b", 32, 32768): (8.6, 11.9, 9.5, 10.2),
+    ("120b", 1, 8192): (1.2, 4.07, 2.3, 1.9), ("120b", 8, 8192): (4.5, 9.15, 6.5, 5.5), ("120b", 32, 8192): (12.0, 20.3, 14.5, 14.0),
+    ("120b", 64, 8192): (17.5, 27.8, 21.0, 20.3),
+}  # fmt: skip
+
+
+class Report:
+    """Collects lines and failures; a section's exception is logged and the run goes on."""
+
+    def __init__(self, out: Path):
+        out.mkdir(parents=True, exist_ok=True)
+        self.out = out
+        self.summary: list[str] = []
+        self.records: list[dict] = []
+        self._started = time.monotonic()
+        (out / "decode.txt").write_text("")
+        (out / "errors.log").write_text("")
+
+    def detail(self, line: str) -> None:
+        with (self.out / "decode.txt").open("a") as file:
+            file.write(line + "\n")
+
+    def line(self, text: str) -> None:
+        self.summary.append(text)
+        self.detail(text)
+
+    def section(self, name: str, run) -> None:
+        begin = time.monotonic()
+        try:
+            run()
+        except Exception:  # noqa: BLE001 - outermost loop of this process
+            with (self.out / "errors.log").open("a") as file:
+                file.write(f"== {name}\n{traceback.format_exc()}\n")
+            self.line(f"FAILED {name}: {traceback.format_exc().strip().splitlines()[-1][:160]}")
+        free_memory()
+        self.detail(f"-- {name}: {time.monotonic() - begin:.1f} s, {time.monotonic() - self._started:.0f} s in all")
+
+    def save(self) -> None:
+        (self.out / "decode.json").write_text(json.dumps(self.records, indent=1))
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_checks(report: Report) -> None:
+    for name, check in CHECKS.items():
+        def one(name=name, check=check):
+            report.line(f"ok     {name}: {check()}")
+
+        report.section(f"check {name}", one)
+
+
+def step_times(decode: CudaDecode, rows: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` replays, after ten to warm up."""
+    decode.capture(rows)
+    events = []
+    for _ in range(steps + 10):
+        decode.logits_override.normal_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        decode.replay(rows)
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events[10:]]
+
+
+def profile_step(report: Report, decode: CudaDecode, rows: int, title: str) -> None:
+    """Where a step's microseconds go, from the profiler's kernel times."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            decode.replay(rows)
+        torch.cuda.synchronize()
+    spent = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name[:90]].append(event.device_time)
+    report.detail(f"profile {title}: kernel, launches a step, us each (median), us a step")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        report.detail(f"  {name:90} {len(times) / 3:6.1f} {statistics.median(times):9.2f} {sum(times) / 3:10.1f}")
+
+
+def time_model(report: Report, name: str, cases: list[tuple[int, int]], steps: int) -> None:
+    config = gpt_oss_config(name)
+    weights = random_weights(config)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    for rows, context in cases:
+        def one(rows=rows, context=context):
+            decode = random_decode(config, weights, rows, context)
+            times = step_times(decode, rows, steps)
+            median = statistics.median(times)
+            report.records.append({
+                "model": f"gpt-oss-{name}", "layout": "tp1", "weights": "mxfp4", "batch": rows, "context": context,
+                "median_ms": round(median, 4), "min_ms": round(min(times), 4), "max_ms": round(max(times), 4), "steps": len(times),
+                "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                "commit": commit or "none",
+            })  # fmt: skip
+            floor, peer, goal, predicted = TARGETS[name, rows, context]
+            verdict = "meets" if median <= goal else "MISSES"
+            report.line(
+                f"{name:>4} B={rows:<3} context {context:>6}: {median:7.3f} ms (min {min(times):.3f}, max {max(times):.3f})  floor {floor}"
+                f"  predicted {predicted}  peer {peer} ({peer / median:.2f}x)  {verdict} goal {goal}"
+            )
+            report.save()
+            if context == 8192:
+                report.section(f"profile {name} B={rows}", lambda: profile_step(report, decode, rows, f"{name} B={rows}"))
+
+        report.section(f"step {name} B={rows} context {context}", one)
+    batches = (1, 8, 32, 64) if name == "120b" else (8, 32, 64, 128)
+    report.section(f"experts {name}", lambda: print_rows(report, f"{name} experts", expert_rows(config, weights, batches)))
+    if name == "20b":
+        report.section("dense", lambda: print_rows(report, "dense", dense_rows(config, weights)))
+
+
+def print_rows(report: Report, title: str, rows) -> None:
+    report.detail(f"{title}: kernel, batch, us, GB/s, share of {COPY_GBPS:.0f} GB/s")
+    best: dict[tuple[str, int], str] = {}
+    for name, batch, us, nbytes in rows:
+        rate = nbytes / us / 1000
+        text = f"  {name:34} B={batch:<4} {us:9.2f} us {rate:8.0f} GB/s {rate / COPY_GBPS:6.1%}"
+        report.detail(text)
+        if name.startswith("both") or "full" in name or name == "sliding":
+            key = (name.split(" v")[0], batch)
+            best[key] = min(best.get(key, text), text, key=lambda t: float(t.split("us")[0].split()[-1]))
+    for text in best.values():
+        report.summary.append(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default="20b,120b")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    report = Report(args.out)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    report.section("build", cuda_library.build_all)
+    if args.check:
+        run_checks(report)
+    if args.time:
+        report.section("attention", lambda: print_rows(report, "attention", attention_rows()))
+        cases = {
+            name: [(rows, context) for model, rows, context in TARGETS if model == name] for name in args.models.split(",")
+        }
+        for name, wanted in cases.items():
+            report.section(name, lambda name=name, wanted=wanted: time_model(report, name, wanted, args.steps))
+    report.save()
+    print("\n".join(report.summary))
+
+
+if __name__ == "__main__":
+    main()

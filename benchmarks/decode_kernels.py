@@ -1,0 +1,165 @@
+"""Times of single decode kernels on a GPU, beside the bytes they must move: one graph over all layers' weights, so that nothing sits in L2.
+
+Each row: what, batch, microseconds a launch, GB/s of necessary bytes, share of the 4.3 TB/s that a device copy reaches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled_table
+from kernels import decode_fused
+from kernels.attention_decode import SplitWorkspace, launch_full, launch_sliding, num_chunks
+from kernels.moe_decode import launch_down, launch_gate_up
+from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
+from model.config import ModelConfig
+from model.decode_cuda import DecodeWeights
+
+COPY_GBPS = 4300.0
+Row = tuple[str, int, float, float]
+
+
+def graph_us(launches: list[Callable[[], None]], repeats: int = 15) -> float:
+    """Median microseconds a launch when `launches` run back to back in one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for run in launches[:2]:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in launches:
+            run()
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / len(launches))
+    return statistics.median(times[3:])
+
+
+def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:
+    """Both expert products in every variant; bytes: the hit experts' weights."""
+    for batch in batches:
+        yield from _expert_case(config, weights, batch)
+
+
+def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
+    layers = weights.layers
+    ids = random_choices(len(layers), batch, config)
+    hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(layers)
+    x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
+
+    def gate_up(i, variant):
+        launch_gate_up(x, ids[i], layers[i].experts, hidden, alpha=1.702, limit=7.0, variant=variant)
+
+    def down(i, variant):
+        launch_down(hidden, ids[i], layers[i].experts, out, variant=variant)
+
+    def both(i, variant):
+        gate_up(i, variant)
+        down(i, variant)
+
+    nbytes = hit * 360 * 90 * 272
+    for variant in range(4):
+        for name, run, size in (("gate_up", gate_up, nbytes), ("down", down, nbytes / 2), ("both", both, nbytes * 1.5)):
+            us = graph_us([partial(run, i, variant) for i in range(len(layers))])
+            yield f"{name} v{variant} ({hit:.1f} experts)", batch, us, size
+
+
+def dense_rows(config: ModelConfig, weights: DecodeWeights) -> Iterator[Row]:
+    """QKV, output projection, router, vocabulary, sampling: own kernels and the library's."""
+    pool = randn(1024, 2, 8, BLOCK_SIZE, 64)
+    for batch in (1, 8, 16, 32, 64, 128):
+        yield from _dense_case(config, weights, batch, pool)
+        yield from _vocabulary_case(config, weights, batch)
+
+
+def _dense_case(config: ModelConfig, weights: DecodeWeights, batch: int, pool) -> Iterator[Row]:
+    layers, experts = weights.layers, config.num_experts
+    x, a, residual, normed, q = (randn(batch, *n) for n in ((2880,), (4096,), (2880,), (2880,), (64, 64)))
+    slots, cos_sin = torch.randperm(16384, device="cuda")[:batch].int(), torch.rand(batch, 32, 2, device="cuda")
+    qkv, projected, pairs = randn(batch, 5120), randn(batch, 2880), randn(batch, 4, 2880)
+    ids, expert_weights = random_choices(1, batch, config)[0], torch.rand(batch, 4, device="cuda")
+    logits, arrived = torch.empty(batch, experts, device="cuda"), torch.zeros(16, dtype=torch.int32, device="cuda")
+
+    def norm_route(i):
+        w = layers[i]
+        decode_fused.norm_route(
+            residual, w.mlp_norm, w.router, w.router_bias, slots, eps=1e-5, normed=normed, logits=logits, arrived=arrived, expert_ids=ids,
+            expert_weights=expert_weights,
+        )  # fmt: skip
+
+    def combine(i):
+        decode_fused.combine_norm(
+            pairs, ids, expert_weights, residual, layers[i].attn_norm, eps=1e-5, first_expert=0, num_local_experts=experts, normed=normed
+        )
+
+    qkv_bytes, o_bytes = 5120 * 2880 * 2, 4096 * 2880 * 2
+    runs = [
+        ("qkv cublas", lambda i: torch.mm(x, layers[i].qkv.t(), out=qkv), qkv_bytes),
+        ("rotate_write", lambda i: decode_fused.launch_rotate_write(qkv, layers[i].qkv_bias, pool, slots, cos_sin, q), 2 * qkv.nbytes),
+        ("o cublas", lambda i: torch.mm(a, layers[i].o.t(), out=projected), o_bytes),
+        ("bias_residual", lambda i: decode_fused.launch_add_bias_residual(projected, layers[i].o_bias, residual), 3 * residual.nbytes),
+        ("norm_route", norm_route, experts * 2880 * 2),
+        ("combine_norm", combine, 7 * residual.nbytes),
+    ]
+    if batch <= decode_fused.MAX_STREAMED_TOKENS:
+        runs += [
+            ("qkv own", lambda i: decode_fused.launch_qkv(x, layers[i].qkv, layers[i].qkv_bias, pool, slots, cos_sin, q), qkv_bytes),
+            ("o own", lambda i: decode_fused.launch_projection(a, layers[i].o, layers[i].o_bias, residual, residual), o_bytes),
+        ]
+    for name, run, nbytes in runs:
+        yield name, batch, graph_us([partial(run, i) for i in range(len(layers))]), nbytes
+
+
+def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
+    x, out, head = randn(batch, 2880), torch.empty(batch, config.vocab_size, device="cuda"), weights.lm_head
+    yield "logits cublas", batch, graph_us([lambda: torch.mm(x, head.t(), out_dtype=torch.float32, out=out)] * 3), head.nbytes
+    if batch <= decode_fused.MAX_STREAMED_TOKENS:
+        yield "logits own", batch, graph_us([lambda: decode_fused.launch_logits(x, head, out)] * 3), head.nbytes
+    lens = torch.full((batch,), 8192, dtype=torch.int32, device="cuda")
+    tokens, scratch, rows = torch.zeros_like(lens), SamplingScratch.allocate(batch, "cuda"), SamplingRows.greedy(batch, "cuda")
+    out.normal_()
+    yield "greedy", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
+    rows.temperature.fill_(1.0)
+    rows.top_k.fill_(50)
+    rows.top_p.fill_(0.95)
+    yield "sample top-k top-p", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes
+
+
+def attention_rows() -> Iterator[Row]:
+    """Sliding and full attention over distinct pools; bytes: the keys and values."""
+    for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024)):
+        yield from _attention_case(batch, context)
+
+
+def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
+    blocks = context // BLOCK_SIZE
+    pools = [randn(batch * blocks, 2, 8, BLOCK_SIZE, 64) for _ in range(max(1, min(layers, 8 * 8192 * 32 // (batch * context))))]
+    q, out, sink = randn(batch, 64, 64), randn(batch, 64, 64), randn(64, dtype=torch.float32)
+    lens, table = torch.full((batch,), context, dtype=torch.int32, device="cuda"), shuffled_table(batch, blocks)
+    workspace = SplitWorkspace.allocate(batch, 8, batch * context, "cuda")
+    workspace.cu_chunks.copy_(torch.arange(batch + 1) * num_chunks(context))
+
+    def full(i, variant):
+        pool = pools[i % len(pools)]
+        launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
+
+    for variant in range(3):
+        us = graph_us([partial(full, i, variant) for i in range(layers)])
+        yield f"full v{variant} context {context}", batch, us, batch * context * 2048
+    if context == 8192:
+        start, near = torch.full_like(lens, context - 128), table[:, -9:].contiguous()
+
+        def sliding(i):
+            launch_sliding(q, pools[i % len(pools)], near, start, lens, sink, out, window=128, sm_scale=0.125, group=8)
+
+        yield "sliding", batch, graph_us([partial(sliding, i) for i in range(layers)]), batch * 128 * 2048

@@ -1,0 +1,169 @@
+"""Times single prefill kernels beside their floors: the tile, layout and precision choices that the code has made, measured again.
+
+Floors: bytes over the copy bandwidth and FLOPs over the matrix rates measured on one H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config
+from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
+from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
+from kernels.moe_prefill import combine_norm_quantize, permute_rows, swiglu_quantize
+from kernels.norm import add_norm_quantize
+from kernels.quantize import BIAS_COLUMNS, quantize_rows
+from kernels.reference import yarn_inv_freq_ref
+from kernels.rope_kv import rope_table, rope_write_kv
+from kernels.router import route
+
+BANDWIDTH = 4.3e12  # B/s, read + write
+FP8_RATE, BF16_RATE, FA3_RATE = 1.37e15, 0.785e15, 0.53e15  # FLOP/s
+DEVICE = "cuda"
+
+
+def time_us(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median over `repeats` launches between events, after warm-up; the caches are flushed in between."""
+    flush = torch.empty(128 * 1024 * 1024, dtype=torch.uint8, device=DEVICE)
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
+    """Yields (kernel, floor us, measured us) for one layer of the model at this length. Events include a few us of launch each."""
+    config = gpt_oss_config(model, 2)
+    experts, hidden = config.num_experts, config.hidden_size
+    random = RandomWeights(config, DEVICE, 21)
+    layer, originals = random.layer_with_originals()
+    x, delta = random.normal(tokens, hidden), random.normal(tokens, hidden)
+    row, fp8 = 2 * hidden * tokens, 2944 * tokens
+
+    def floor(num_bytes: float = 0.0, flops: float = 0.0, rate: float = FP8_RATE) -> float:
+        return max(num_bytes / BANDWIDTH, flops / rate) * 1e6
+
+    rows = add_norm_quantize(x, layer.mlp_norm, 1e-5, bias_columns=BIAS_COLUMNS)
+    yield (
+        "add_norm_quantize",
+        floor(3 * row + fp8),
+        time_us(lambda: add_norm_quantize(x, layer.mlp_norm, 1e-5, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS)),
+    )
+    yield "qkv gemm fp8", floor(fp8 + 10240 * tokens, 2 * tokens * 5120 * 2880), time_us(lambda: gemm_fp8(*rows, *layer.qkv))
+    qkv_t = originals["qkv"].t()
+    yield "qkv gemm bf16 (not used)", floor(row, 2 * tokens * 5120 * 2880, BF16_RATE), time_us(lambda: torch.mm(x, qkv_t))
+    qkv = gemm_fp8(*rows, *layer.qkv)
+    inv_freq, concentration = yarn_inv_freq_ref(64, 150000.0, 32.0, 4096, 32.0, 1.0)
+    table = rope_table(tokens, inv_freq.to(DEVICE), concentration)
+    pool = random.normal(tokens // BLOCK_SIZE, 2, 8, BLOCK_SIZE, 64)
+    positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+    yield (
+        "rope_write_kv",
+        floor(2 * 10240 * tokens),
+        time_us(lambda: rope_write_kv(qkv, layer.qkv_bias, table, positions, positions, pool, 64)),
+    )
+    q, workspace = random.normal(tokens, 64, 64), attention_workspace(DEVICE)
+    for name, window, flops in (("full", None, 2 * tokens * tokens * 4096), ("sliding", 128, 4 * tokens * 128 * 4096)):
+        attention = PrefillAttention(AttentionHeads(64, 8, 64), BLOCK_SIZE, window_tokens=window, workspace=workspace)
+        attention.plan(tokens, tokens, torch.arange(tokens // BLOCK_SIZE, device=DEVICE, dtype=torch.int32))
+        run = attention.run
+        yield f"attention {name}", floor(2 * 8192 * tokens, flops, FA3_RATE), time_us(lambda run=run: run(q, pool, layer.sinks))
+    flat = q.flatten(1)
+    yield "quantize_rows", floor(3 * 4096 * tokens), time_us(lambda: quantize_rows(flat))
+    attended = quantize_rows(flat)
+    yield "o gemm fp8", floor(4096 * tokens + row, 2 * tokens * 2880 * 4096), time_us(lambda: gemm_fp8(*attended, *layer.o))
+    o_t = originals["o"].t()
+    yield "o gemm bf16 (not used)", floor(row, 2 * tokens * 2880 * 4096, BF16_RATE), time_us(lambda: torch.mm(flat, o_t))
+    counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+    offset = torch.randn(tokens, experts, device=DEVICE) * 30
+
+    def routed():
+        counts.zero_()
+        return route(x, layer.mlp_norm, 1e-5, layer.router, layer.router_bias, 4, counts, logit_offset=offset)
+
+    yield "route (and memset)", floor(row + 4 * experts * tokens), time_us(routed)
+    routing = routed()
+    gate_up_bytes, down_bytes = experts * 5760 * 2944, experts * 2880 * 2944
+    for alignment in (128, 64):
+        yield f"permute_rows A{alignment}", floor(5 * fp8), time_us(lambda a=alignment: permute_rows(*rows, routing, alignment=a))
+        placed = permute_rows(*rows, routing, alignment=alignment)
+        bound = placed.q.shape[0]
+        least = floor(gate_up_bytes + 4 * (fp8 + 11520 * tokens), 8 * tokens * 5760 * 2880)
+        yield (
+            f"gate_up gemm A{alignment}, bound {bound}",
+            least,
+            time_us(lambda p=placed: grouped_gemm_fp8(p.q, p.scales, *layer.gate_up, p)),
+        )
+        gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
+        for row_block in (16, 32, 64):
+            yield (
+                f"swiglu_quantize rows {row_block}",
+                floor(4 * (11520 * tokens + fp8)),
+                time_us(lambda g=gate_up, p=placed, r=row_block: swiglu_rows(g, p, r)),
+            )
+        h = swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS)
+        yield (
+            f"down gemm A{alignment}",
+            floor(down_bytes + 4 * (fp8 + row), 8 * tokens * 2880 * 2880),
+            time_us(lambda p=placed, h=h: grouped_gemm_fp8(*h, *layer.down, p)),
+        )
+        y = grouped_gemm_fp8(*h, *layer.down, placed)
+        yield (
+            "combine_norm_quantize",
+            floor(6 * row + fp8),
+            time_us(lambda p=placed, y=y: combine_norm_quantize(x, y, p.rows, routing.expert_weights, layer.attn_norm, 1e-5)),
+        )
+    yield from contiguous_rows(layer, rows, routing, tokens)
+
+
+def gemm_rows(model: str, tokens: int) -> Iterator[torch.Tensor]:
+    """Runs each GEMM of one layer once, for both row alignments: what compiling ahead needs."""
+    config = gpt_oss_config(model, 2)
+    random = RandomWeights(config, DEVICE, 22)
+    layer = random.layer()
+    x = random.normal(tokens, config.hidden_size)
+    rows = add_norm_quantize(x, layer.mlp_norm, 1e-5, bias_columns=BIAS_COLUMNS)
+    yield gemm_fp8(*rows, *layer.qkv)
+    yield gemm_fp8(*quantize_rows(random.normal(tokens, 4096)), *layer.o)
+    counts = torch.zeros(config.num_experts, dtype=torch.int32, device=DEVICE)
+    routing = route(x, layer.mlp_norm, 1e-5, layer.router, layer.router_bias, config.experts_per_token, counts)
+    for alignment in (128, 64):
+        placed = permute_rows(*rows, routing, alignment=alignment)
+        gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
+        yield grouped_gemm_fp8(*swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS), *layer.down, placed)
+
+
+def swiglu_rows(gate_up, placed, row_block: int) -> None:
+    """`swiglu_quantize` with another row block than the one in use."""
+    from kernels.quantize import empty_fp8_rows
+    from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
+
+    q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, DEVICE, BIAS_COLUMNS)
+    launch_swiglu_quantize(gate_up, placed.ends, q, scales, 1.702, 7.0, placed.alignment, BIAS_COLUMNS, row_block)
+
+
+def contiguous_rows(layer, rows, routing, tokens: int) -> Iterator[tuple[str, float, float]]:
+    """DeepGEMM's index-per-row layout, for comparison: it visits padding blocks and loads what they don't need."""
+    import deep_gemm
+
+    placed = permute_rows(*rows, routing, alignment=128)
+    index = torch.full((placed.q.shape[0],), -1, dtype=torch.int32, device=DEVICE)
+    index[placed.rows.flatten().long()] = routing.expert_ids.flatten()
+    index = index.view(-1, 128).amax(1, keepdim=True).expand(-1, 128).reshape(-1).contiguous()
+    out = torch.empty((placed.q.shape[0], 5760), dtype=torch.bfloat16, device=DEVICE)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+    yield (
+        "gate_up gemm, index layout (not used)",
+        8 * tokens * 5760 * 2880 / FP8_RATE * 1e6,
+        time_us(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous((placed.q, placed.scales), tuple(layer.gate_up), out, index)),
+    )

@@ -1,0 +1,1 @@
+"""Profiles that ship with the project, and how the H200 ones were derived."""

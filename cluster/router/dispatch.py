@@ -1,0 +1,272 @@
+"""The life of a job: choose -> wait for a prefill group -> reserve -> attempt -> report; and again elsewhere when a group died.
+
+Owns the order of these steps and every decision about a failure. State of pools is in `pools.py`, of one try in `attempt.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from cluster.correction import OutputLength
+from cluster.cost_model import Shape
+from cluster.router import report
+from cluster.router.attempt import Attempt
+from cluster.router.choice import Aim, Decision, choose
+from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
+from cluster.router.job import Job
+from cluster.router.offers import decode_offers, prefill_offers, rank_decode
+from cluster.router.pool import DecodePool, MovedOn, PrefillPool, Waiter
+from cluster.router.pools import Pools
+from cluster.router.status import StreamLost, is_retryable
+from common.errors import CapacityError, DeadlineError, OverloadedError, ServingError, WorkerLost
+from common.proto import types_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    latency_weight: float = 0.5
+    max_wait_s: float = 30.0
+    max_retries: int = 1
+    max_model_len: int = 131072
+
+
+class _AttemptFailed(Exception):
+    """A group failed a job. `incarnation`: which, 0 if unknown."""
+
+    def __init__(self, error: ServingError, incarnation: int):
+        super().__init__(error.message)
+        self.error = error
+        self.incarnation = incarnation
+
+
+@dataclass(eq=False)
+class _Placement:
+    """What a job holds while it has a place: undone by `Dispatcher._release`, whatever happened."""
+
+    job: Job
+    decision: Decision
+    prefill_pool: PrefillPool
+    decode_pool: DecodePool | None
+    waiter: Waiter
+    prefill: PrefillLink | None = None
+    attempt: Attempt | None = None
+    reservation: worker_pb2.Reservation | None = None
+    is_finished: bool = False
+
+
+class Dispatcher:
+    def __init__(self, pools: Pools, settings: DispatchSettings, seed: int):
+        self.pools = pools
+        self.output_length = OutputLength()
+        self._settings = settings
+        self._seed = seed
+        self._attempts = 0
+
+    def decide(self, job: Job, avoid: frozenset[int] = frozenset()) -> Decision:
+        """The pair of pools for what is left of a job.
+
+        Raises: ServingError if no pair can take it
+        """
+        request = job.request
+        prompt = len(request.prompt_ids) + len(job.tokens)
+        shape = self.shape_of(prompt, job.max_tokens - len(job.tokens))
+        return self.plan(
+            shape, self.aim_of(request.latency_weight, request.ttft_slo_ms, request.itl_slo_ms), request.priority, job.number, avoid
+        )
+
+    def shape_of(self, prompt: int, max_tokens: int) -> Shape:
+        """`max_tokens` as large as the context counts as not set: then the observed mean is expected."""
+        room = self._settings.max_model_len - prompt
+        expected = max_tokens if max_tokens < room else min(max_tokens, round(self.output_length.tokens))
+        return Shape(prompt=prompt, output=max(1, expected), worst=prompt + max_tokens)
+
+    def aim_of(self, latency_weight: float | None, ttft_slo_ms: float | None, itl_slo_ms: float | None) -> Aim:
+        return Aim(self._settings.latency_weight if latency_weight is None else latency_weight, ttft_slo_ms, itl_slo_ms)
+
+    def plan(self, shape: Shape, aim: Aim, priority: int = 0, number: int = 0, avoid: frozenset[int] = frozenset()) -> Decision:
+        seed = (self._seed + number) & 0xFFFFFFFFFFFFFFFF
+        found, now_s = self.pools.set, self._now()
+        prefills = prefill_offers(found.prefill.values(), shape, now_s, priority, avoid)
+        decodes = decode_offers(found.decode.values(), shape, now_s, seed, avoid)
+        if not prefills or not decodes:
+            raise WorkerLost(f"no {'prefill' if not prefills else 'decode'} pool is known yet")
+        return choose(self.pools.profile, prefills, decodes, shape, aim, seed, self.pools.not_joinable)
+
+    async def run(self, job: Job) -> None:
+        """Drives a job to its end; its tokens and its `Complete` go to its stream.
+
+        Raises: ServingError, once
+        """
+        try:
+            await self._run(job)
+        finally:
+            self.pools.leave_front(job)
+
+    async def _run(self, job: Job) -> None:
+        avoid: frozenset[int] = frozenset()
+        cause: ServingError | None = None
+        retries = 0
+        while True:
+            job.attempts += 1
+            try:
+                await self._one_attempt(job, avoid)
+                return
+            except _AttemptFailed as failure:
+                cause, avoid = failure.error, avoid | {failure.incarnation}
+            except ServingError as exc:
+                raise self._final(job, cause or exc) from exc
+            is_refusal = isinstance(cause, CapacityError)  # nothing died: any group that was not asked yet may have room
+            retries += not is_refusal
+            if not (is_refusal or is_retryable(cause)) or retries > self._settings.max_retries:
+                raise self._final(job, cause) from cause
+            logger.info("request %s goes elsewhere after %d tokens: %s", job.request.label, len(job.tokens), cause.message)
+
+    async def _one_attempt(self, job: Job, avoid: frozenset[int]) -> None:
+        place = await self._place(job, avoid)
+        assert place.attempt is not None
+        assert place.prefill is not None
+        attempt = place.attempt
+        try:
+            finish = await attempt.run(place.reservation)
+            place.is_finished = True
+        except ServingError as exc:
+            if len(job.tokens) < job.max_tokens:
+                raise _AttemptFailed(exc, attempt.failed_group) from exc
+            finish = types_pb2.Finish(
+                reason=types_pb2.FINISH_REASON_LENGTH
+            )  # all tokens are out, only the word that it was the last is lost
+        finally:
+            self._release(place)
+        self.output_length.observe(len(job.tokens))
+        report.learn(job, place.decision, place.prefill_pool, place.decode_pool, self._now())
+        groups = (place.prefill.name, attempt.decode.name if attempt.decode is not None else "")
+        job.stream.push_complete(report.complete(job, finish, place.decision, groups))
+
+    async def _place(self, job: Job, avoid: frozenset[int]) -> _Placement:
+        """Chooses and waits until a prefill group and, where one is needed, decode blocks are there; chooses anew when a pool fills up.
+
+        Raises: OverloadedError, DeadlineError, or what `choose` raises when nobody is left
+        """
+        since_s = job.stamps.arrived_s if job.attempts == 1 else self._now()
+        until_s = min(job.deadline_s, since_s + self._settings.max_wait_s)
+        again = job.attempts > 1
+        while True:
+            decision = self.decide(job, avoid)
+            place = self._enqueue(job, decision, until_s, avoid, again)
+            try:
+                async with asyncio.timeout_at(until_s):
+                    place.prefill = await place.waiter.granted
+                    job.stamps.granted_s = self._now()
+                    await self._reserve(place, avoid)
+                    return place
+            except TimeoutError:
+                self._release(place)
+                raise self._waited_too_long(job, place) from None
+            except MovedOn:
+                self._release(place, keeps_front=True)
+            except BaseException:
+                self._release(place)
+                raise
+            again = True
+
+    def _enqueue(self, job: Job, decision: Decision, until_s: float, avoid: frozenset[int], again: bool) -> _Placement:
+        pool = self.pools.set.prefill[decision.prefill.pool.spec.name]
+        decode_pool = self.pools.set.decode[decision.decode.pool.spec.name] if decision.decode is not None else None
+        waiter = Waiter(
+            prompt_tokens=decision.shape.prompt,
+            service_ms=decision.prefill.prefill_ms,
+            deadline_s=until_s,
+            enqueued_s=job.stamps.arrived_s,
+            priority=job.request.priority,
+            decode_pool=decode_pool.spec.name if decode_pool is not None else "",
+            granted=asyncio.get_running_loop().create_future(),
+            avoid=avoid,
+            owner=job,
+        )
+        pool.queue.push(waiter, decision.prefill.wait_ms, accepted_before=again)
+        if decode_pool is not None:
+            decode_pool.expected[job] = decision.shape.prompt
+        self.pools.schedule_pump()
+        return _Placement(job, decision, pool, decode_pool, waiter)
+
+    async def _reserve(self, place: _Placement, avoid: frozenset[int]) -> None:
+        """Makes the attempt and, if tokens are to be decoded, reserves blocks on the best group of the chosen pool that has room.
+
+        Raises: MovedOn if none has; _AttemptFailed if one did not answer and no other had room
+        """
+        job, pool = place.job, place.decode_pool
+        assert place.prefill is not None
+        self._attempts += 1
+        work = self._work_of(job, f"{self.pools.router_id}-{job.number}-{self._attempts}")
+        prefill = place.prefill
+        attempt = place.attempt = Attempt(job, work, prefill, None, lambda: prefill.take_back(place.waiter))
+        if pool is None:
+            return
+        links = [link for link in pool.healthy() if link.description.incarnation not in avoid]
+        failure: _AttemptFailed | None = None
+        shape = place.decision.shape
+        for link in rank_decode(pool.spec, links, shape, place.decision.seed):
+            attempt.decode = link
+            link.attach(work.internal_id, attempt, shape.prompt + shape.output // 2)
+            request = worker_pb2.ReserveRequest(work=work, router_id=self.pools.router_id, writer=prefill.description)
+            try:
+                place.reservation = await link.call(link.stub.Reserve, request, UNARY_TIMEOUT_S)
+                pool.expected.pop(job, None)
+                self.pools.leave_front(job)
+                return
+            except CapacityError:
+                link.detach(work.internal_id)
+            except ServingError as exc:
+                failure = _AttemptFailed(exc, link.description.incarnation)
+                link.detach(work.internal_id)
+                link.abort(work.internal_id, "reservation failed")
+            attempt.decode = None
+        if failure is not None:
+            raise failure
+        self.pools.no_room(pool, job)
+        raise MovedOn
+
+    def _release(self, place: _Placement, *, keeps_front: bool = False) -> None:
+        """Gives back everything that a placement holds; a decode group hears of it unless the request has finished there."""
+        waiter, attempt = place.waiter, place.attempt
+        granted = waiter.granted
+        is_gone = place.prefill_pool.queue.remove(waiter) or not granted.done() or granted.cancelled()
+        if not is_gone and granted.exception() is None:
+            granted.result().take_back(waiter)
+        if place.decode_pool is not None:
+            place.decode_pool.expected.pop(place.job, None)
+        if not keeps_front:
+            self.pools.leave_front(place.job)
+        if attempt is not None and attempt.decode is not None:
+            attempt.decode.detach(attempt.work.internal_id)
+            if not place.is_finished:
+                attempt.decode.abort(attempt.work.internal_id, "the router gave the attempt up")
+
+    def _work_of(self, job: Job, internal_id: str) -> worker_pb2.Work:
+        left_ms = max(1, round((job.deadline_s - self._now()) * 1e3))
+        return worker_pb2.Work(
+            internal_id=internal_id,
+            label=job.request.label,
+            prompt_ids=job.request.prompt_ids,
+            output_ids=job.tokens,
+            sampling=job.sampling,
+            deadline_ms=min(left_ms, 0xFFFFFFFF),
+        )
+
+    def _waited_too_long(self, job: Job, place: _Placement) -> ServingError:
+        if self._now() >= job.deadline_s - 1e-3:
+            return DeadlineError("the deadline passed in the queue", request_id=job.request.label or None)
+        retry_after_s = place.prefill_pool.queue.retry_after_s(place.decision.prefill.wait_ms)
+        return OverloadedError(f"no group took the request within {self._settings.max_wait_s:g} s", retry_after_s=retry_after_s)
+
+    def _final(self, job: Job, error: ServingError) -> ServingError:
+        if isinstance(error, WorkerLost) and job.tokens:
+            return StreamLost(error.message, tokens_sent=len(job.tokens), request_id=job.request.label or None)
+        return error
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,134 @@
+"""One `Generate` call: from raw bytes to n jobs, and from their buffer to the client. Owns the call's ending: exactly one, by its deadline.
+
+Called by `server.py`; the jobs are driven by `dispatch.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+
+import grpc
+
+from cluster.router.dispatch import Dispatcher
+from cluster.router.job import Job, Stamps
+from cluster.router.status import RequestAborted, abort
+from cluster.router.streams import ClientStream
+from common.errors import DeadlineError, ServingError, WorkerLost
+from common.requests import ModelLimits, Request, parse_request, sampling_to_proto
+
+logger = logging.getLogger(__name__)
+
+
+class Running:
+    """The calls in progress, by the client's label. Producer and consumer: `Generator`; `Abort` looks them up."""
+
+    def __init__(self) -> None:
+        self._streams: dict[ClientStream, str] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: ClientStream, label: str) -> None:
+        self._streams[stream] = label
+        self._idle.clear()
+
+    def remove(self, stream: ClientStream) -> None:
+        self._streams.pop(stream, None)
+        if not self._streams:
+            self._idle.set()
+
+    def abort(self, label: str) -> int:
+        """Ends every call with that label. Returns: how many"""
+        hit = [stream for stream, own in self._streams.items() if own == label]
+        for stream in hit:
+            stream.fail(RequestAborted("aborted on request", request_id=label or None))
+        return len(hit)
+
+    def fail_all(self, error: ServingError) -> None:
+        for stream in list(self._streams):
+            stream.fail(error)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+
+class Generator:
+    def __init__(self, dispatcher: Dispatcher, limits: Callable[[], ModelLimits], *, default_deadline_s: float, stream_buffer_tokens: int):
+        self.running = Running()
+        self.is_draining = False
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._default_deadline_s = default_deadline_s
+        self._stream_buffer_tokens = stream_buffer_tokens
+        self._numbers = itertools.count(1)
+
+    async def handle(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        """The body of the RPC: writes serialised messages and ends the call with OK or one error."""
+        error: ServingError
+        try:
+            await self._serve(data, context)
+            return
+        except ServingError as exc:
+            error = exc
+        logger.info("failed %s: %s", error.grpc_status, error)
+        await abort(context, error)
+
+    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        arrived_s = asyncio.get_running_loop().time()
+        if self.is_draining:
+            raise WorkerLost("this router is draining and takes no new request")
+        request = parse_request(data, self._limits())
+        remaining_s = context.time_remaining()
+        deadline_s = arrived_s + (self._default_deadline_s if remaining_s is None else remaining_s)
+        stream = ClientStream(request.label, self._stream_buffer_tokens)
+        self.running.add(stream, request.label)
+        jobs = asyncio.create_task(self._run_jobs(self._jobs_of(request, stream, arrived_s, deadline_s), stream))
+        try:
+            await self._send(stream, context, deadline_s)
+        finally:
+            jobs.cancel()
+            self.running.remove(stream)
+
+    async def _send(self, stream: ClientStream, context: grpc.aio.ServicerContext, deadline_s: float) -> None:
+        """Until the end of the stream. A failure of the stream also interrupts a write that the client does not read."""
+        try:
+            async with asyncio.timeout_at(deadline_s) as scope:
+                stream.on_failure = lambda: scope.reschedule(asyncio.get_running_loop().time())
+                while (message := await stream.take()) is not None:
+                    await context.write(message)
+        except TimeoutError:
+            raise stream.error or DeadlineError("the request's deadline passed") from None
+
+    async def _run_jobs(self, jobs: list[Job], stream: ClientStream) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(self._dispatcher.run(job))
+            stream.close()
+        except* ServingError as failures:
+            stream.fail(_first(failures))
+        except* Exception as bugs:
+            logger.exception("request %s failed inside the router", jobs[0].request.label)
+            stream.fail(ServingError(f"internal error: {bugs.exceptions[0]!r}"))
+
+    def _jobs_of(self, request: Request, stream: ClientStream, arrived_s: float, deadline_s: float) -> list[Job]:
+        """n independent choices, seeds in a row from the request's (or from a random one)."""
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
+        jobs = []
+        for index in range(request.sampling.n):
+            sampling = sampling_to_proto(request.sampling)
+            sampling.seed = (seed + index + 2**63) % 2**64 - 2**63
+            sampling.n = 1
+            jobs.append(Job(request, next(self._numbers), index, sampling, stream, deadline_s, Stamps(arrived_s)))
+        return jobs
+
+
+def _first(failures: ExceptionGroup[ServingError]) -> ServingError:
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -1,0 +1,329 @@
+"""The router's end of one group: channel, health, load, and for decode groups the stream that carries the tokens of all its requests.
+
+A link belongs to one incarnation. It is healthy while its calls succeed, and *lost* for good when the group is gone, was replaced, or keeps
+silent; then every request on it is told at once. Made and dropped by `pools.py`, used by `attempt.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from cluster.router.directory import CHANNEL_OPTIONS
+from cluster.router.status import from_rpc_error, is_client_fault
+from common.errors import ServingError, WorkerLost
+from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+POLL_TIMEOUT_S = 2.0
+SILENT_POLLS = (2, 4)  # polls in a row that ran out of time: no new requests from the first number on, lost at the second
+RECONNECT_S = 0.7  # a broken token stream may come back within this time
+RECONNECT_PAUSE_S = 0.05
+UNARY_TIMEOUT_S = 5.0
+STRIKES = 3  # failures in a row that are the group's own before it gets a rest
+REST_S = (0.5, 16.0)
+CREDITS = 2  # requests a prefill group is given: one running, one ahead to hide the way there
+REMEMBERED_ABORTS = 4096
+
+
+class Sink(Protocol):
+    """One attempt, as a link sees it."""
+
+    def on_output(self, output: worker_pb2.SequenceOutput) -> None: ...
+    def on_lost(self, error: ServingError) -> None: ...
+
+
+class GroupLink:
+    """What both roles share. `on_change` is called whenever health or load may have changed what this group can take."""
+
+    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None]):
+        self.description = description
+        self.load = types_pb2.GroupLoad()
+        self.lost: WorkerLost | None = None
+        self.is_listed = True  # by the directory; running requests of a group that is not go on, new ones go elsewhere
+        self.channel = grpc.aio.insecure_channel(description.address, options=CHANNEL_OPTIONS)
+        self._on_change = on_change
+        self._answers = False
+        self._strikes = 0
+        self._rests = False
+        self._poll_now = asyncio.Event()
+        self._sinks: dict[str, Sink] = {}
+        self._tasks: set[asyncio.Task] = set()
+
+    @property
+    def name(self) -> str:
+        return self.description.group
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._answers and self.lost is None and not self._rests
+
+    @property
+    def can_take(self) -> bool:
+        """Whether new requests may go there. `on_change` is called whenever this changes."""
+        return self.is_healthy and self.is_listed and not self.load.draining
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sinks
+
+    def start(self) -> None:
+        self.spawn(self._poll_forever())
+
+    def spawn(self, work) -> asyncio.Task:
+        """Runs a coroutine that ends with the link."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channel.close()
+
+    def lose(self, reason: str) -> None:
+        """Gives the incarnation up and tells every request on it."""
+        if self.lost is None:
+            self.lost = WorkerLost(f"group {self.name} is lost: {reason}")
+            logger.warning("%s", self.lost.message)
+            for sink in list(self._sinks.values()):
+                sink.on_lost(self.lost)
+            self._on_change()
+
+    def note_failure(self, error: ServingError) -> None:
+        """A call to the group failed. What the client caused does not count against the group."""
+        if is_client_fault(error):
+            return
+        if isinstance(error, WorkerLost):
+            self._poll_now.set()  # it may also mean that a peer of the group is gone; the group's own answer tells
+            return
+        self._strikes += 1
+        if self._strikes >= STRIKES:
+            rest_s = min(REST_S[0] * 2 ** (self._strikes - STRIKES), REST_S[1])
+            self._rests = True
+            asyncio.get_running_loop().call_later(rest_s, self._rested)
+            logger.warning("group %s failed %d times in a row, rests %.1f s: %s", self.name, self._strikes, rest_s, error)
+            self._on_change()
+
+    def _rested(self) -> None:
+        self._rests = False
+        self._on_change()
+
+    def note_success(self) -> None:
+        self._strikes = 0
+
+    async def call(self, method, request, timeout_s: float):
+        """One unary call.
+
+        Raises: ServingError; also noted against the group where it is the group's fault
+        """
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as exc:
+            error = from_rpc_error(exc, f"group {self.name}")
+            self.note_failure(error)
+            raise error from exc
+
+    def _set_answers(self, answers: bool) -> None:
+        if answers != self._answers:
+            self._answers = answers
+            self._on_change()
+
+    def _take_load(self, load: types_pb2.GroupLoad) -> None:
+        before, self.load = self.load, load
+        self._set_answers(True)
+        if before.draining != load.draining:
+            self._on_change()
+
+    async def _poll_forever(self) -> None:
+        silent = 0
+        while self.lost is None:
+            try:
+                if self._wants_poll():
+                    self._take_load(await self._get_load())
+                    self._on_change()
+                silent = 0
+            except grpc.RpcError as exc:
+                silent = silent + 1 if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
+                if not 0 < silent < SILENT_POLLS[0]:
+                    self._set_answers(False)
+                if silent >= SILENT_POLLS[1]:
+                    self.lose(f"silent for {silent * POLL_TIMEOUT_S:.0f} s")
+            self._poll_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._poll_now.wait()
+
+    def _wants_poll(self) -> bool:
+        return True
+
+    async def _get_load(self) -> types_pb2.GroupLoad:
+        raise NotImplementedError
+
+
+class PrefillLink(GroupLink):
+    """A prefill group and the requests it was given. Each counts until its first token: from then on only bytes travel."""
+
+    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None]):
+        super().__init__(description, on_change)
+        self.stub = worker_pb2_grpc.PrefillGroupStub(self.channel)
+        self._given: dict[object, float] = {}  # in order: predicted ms
+        self._head_since_s = 0.0
+        self._typical_ms = 0.0
+        self._foreign = 0  # requests of other routers, by the last load seen
+
+    @property
+    def free_credits(self) -> int:
+        return CREDITS - len(self._given) if self.can_take else 0
+
+    def give(self, key: object, predicted_ms: float) -> None:
+        if not self._given:
+            self._head_since_s = asyncio.get_running_loop().time()
+        self._given[key] = predicted_ms
+        self._typical_ms = predicted_ms
+
+    def take_back(self, key: object) -> None:
+        """The group has computed the request's first token, or will not get it."""
+        if self._given.pop(key, None) is not None:
+            self._head_since_s = asyncio.get_running_loop().time()
+            self._on_change()
+
+    def attach(self, internal_id: str, sink: Sink) -> None:
+        self._sinks[internal_id] = sink
+
+    def detach(self, internal_id: str) -> None:
+        self._sinks.pop(internal_id, None)
+
+    def busy_ms(self, now_s: float) -> float:
+        """Predicted time until the group is free: what it was given, less what has passed of the first one, and what others gave it."""
+        given = self._given
+        busy = self._foreign * self._typical_ms
+        if given:
+            head = next(iter(given.values()))
+            busy += sum(given.values()) - min((now_s - self._head_since_s) * 1e3, 0.95 * head)
+        return busy
+
+    async def _get_load(self) -> types_pb2.GroupLoad:
+        own_before = len(self._given)
+        load = await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=POLL_TIMEOUT_S)
+        self._foreign = max(0, load.running + load.waiting - max(own_before, len(self._given)))
+        return load
+
+
+class DecodeLink(GroupLink):
+    """A decode group, its token stream, and the attempts that have a reservation or run there.
+
+    Own requests count as load from the moment they are attached; what the group reports beyond them belongs to other routers.
+    """
+
+    def __init__(self, description: types_pb2.GroupDescription, router_id: str, on_change: Callable[[], None]):
+        super().__init__(description, on_change)
+        self.stub = worker_pb2_grpc.DecodeGroupStub(self.channel)
+        self._router_id = router_id
+        self._max_batch = description.max_batch
+        self._frame_since_poll = False
+        self._context_tokens: dict[str, int] = {}  # of own requests, by internal id
+        self._own_context_tokens = 0
+        self._foreign = 0
+        self._aborted: dict[str, None] = {}
+
+    def start(self) -> None:
+        super().start()
+        self.spawn(self._subscribe_forever())
+
+    def attach(self, internal_id: str, sink: Sink, context_tokens: int) -> None:
+        """From now on outputs with this id go to `sink`, and the request counts as load."""
+        self._sinks[internal_id] = sink
+        self._context_tokens[internal_id] = context_tokens
+        self._own_context_tokens += context_tokens
+
+    def detach(self, internal_id: str) -> None:
+        if self._sinks.pop(internal_id, None) is not None:
+            self._own_context_tokens -= self._context_tokens.pop(internal_id)
+            self._on_change()
+
+    def batch(self) -> int:
+        """Sequences that run here or are on the way."""
+        return len(self._sinks) + self._foreign
+
+    def context_tokens(self) -> float:
+        """Sum of their contexts."""
+        if not self._foreign:
+            return self._own_context_tokens
+        return self._own_context_tokens + self._foreign * self.load.context_tokens / max(self.load.running, 1)
+
+    def has_room(self, blocks: int, batch: int) -> bool:
+        """By the last load seen; only `Reserve` knows. `blocks`: full-layer blocks of the worst case; `batch`: from `batch()`."""
+        load = self.load
+        return batch < self._max_batch and (not load.total_full_blocks or load.free_full_blocks >= blocks)
+
+    def abort(self, internal_id: str, reason: str) -> None:
+        """Asks the group to end a request, without waiting. A lost group needs no asking: its lease on us runs out."""
+        self._aborted[internal_id] = None
+        if len(self._aborted) > REMEMBERED_ABORTS:
+            del self._aborted[next(iter(self._aborted))]
+        if self.lost is None:
+            self.spawn(self.abort_and_wait(internal_id, reason))
+
+    async def abort_and_wait(self, internal_id: str, reason: str) -> None:
+        try:
+            await self.stub.Abort(worker_pb2.AbortRequest(internal_id=internal_id, reason=reason), timeout=UNARY_TIMEOUT_S)
+        except grpc.RpcError as exc:
+            logger.info("abort of %s on %s failed: %s", internal_id, self.name, exc.code())
+
+    async def _get_load(self) -> types_pb2.GroupLoad:
+        return await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=POLL_TIMEOUT_S)
+
+    def _wants_poll(self) -> bool:
+        fresh, self._frame_since_poll = self._frame_since_poll, False
+        return not fresh or not self._answers
+
+    def _take_load(self, load: types_pb2.GroupLoad) -> None:
+        self._foreign = max(0, load.running - len(self._sinks))
+        super()._take_load(load)
+
+    async def _subscribe_forever(self) -> None:
+        while self.lost is None:
+            try:
+                await self._read_frames()
+                reason = "its token stream ended"
+            except grpc.RpcError as exc:
+                reason = f"its token stream broke ({exc.code().name})"
+            self._set_answers(False)
+            if not await self._comes_back():
+                self.lose(reason)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    async def _read_frames(self) -> None:
+        sinks = self._sinks
+        async for frame in self.stub.Subscribe(worker_pb2.SubscribeRequest(router_id=self._router_id)):
+            self._frame_since_poll = True
+            for output in frame.outputs:
+                sink = sinks.get(output.internal_id)
+                if sink is not None:
+                    sink.on_output(output)
+                elif not output.HasField("finish") and not output.error_status and output.internal_id not in self._aborted:
+                    self.abort(output.internal_id, "no such request at this router")
+            if frame.HasField("load"):
+                self._take_load(frame.load)
+
+    async def _comes_back(self) -> bool:
+        """Whether the same incarnation answers again before `RECONNECT_S` has passed."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + RECONNECT_S
+        while self.lost is None and loop.time() < give_up_s:
+            try:
+                answer = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=RECONNECT_S / 2)
+                return answer.incarnation == self.description.incarnation
+            except grpc.RpcError:
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        return False

@@ -1,0 +1,69 @@
+"""What the event loop (service, mailboxes, fences) asks of a decode group's engine thread. Futures are set by the engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from common.proto import types_pb2, worker_pb2
+
+
+@dataclass(frozen=True)
+class Reserve:
+    work: worker_pb2.Work
+    router_id: str
+    writer: types_pb2.GroupDescription
+    done: Future[worker_pb2.Reservation] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Renew:
+    transfer_ids: list[int]
+    done: Future[list[int]] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Commit:
+    request: worker_pb2.CommitRequest
+    done: Future[None] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Abandon:
+    transfer_id: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """`done`: whether the request was here."""
+
+    internal_id: str
+    reason: str
+    done: Future[bool] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class WriterStopped:
+    """A prefill group has promised not to write for this transfer any more."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True)
+class RouterGone:
+    """A router stayed away for a whole lease: nobody reads its requests' tokens."""
+
+    router_id: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    drain: bool
+
+
+@dataclass(frozen=True)
+class ShutDown:
+    pass
+
+
+Command = Reserve | Renew | Commit | Abandon | Abort | WriterStopped | RouterGone | Drain | ShutDown

@@ -1,0 +1,247 @@
+"""The leader's loop of a decode group: continuous batching over all ranks.
+
+Runs in a thread of its own and owns scheduler, reservations, running sequences and the control channel. Knows nothing of gRPC: the event
+loop puts commands into `commands` and takes outputs from `publish`. One turn of the loop:
+
+    commands -> operations of a plan + one row per running sequence -> all ranks -> replies settle the operations -> forward pass ->
+    sample -> stop matching -> publish one set of outputs per router
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.errors import DeadlineError, InvalidRequestError, OverloadedError, RemoteError, ServingError
+from common.proto import plan_pb2, types_pb2, worker_pb2
+from decode_worker import commands as cmd
+from decode_worker.executor import DecodeExecutor, wants_reply
+from decode_worker.reservations import Reservations
+from decode_worker.scheduler import DecodeScheduler, Place
+from decode_worker.sequence import Sequence
+from model.control import LeaderChannel
+from model.sampling import sample
+
+logger = logging.getLogger(__name__)
+_TICK_S = 0.1  # leases, fences and deadlines are looked at this often while there are any
+
+Publish = Callable[[int, dict[str, list[worker_pb2.SequenceOutput]], types_pb2.GroupLoad], None]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What requests are checked and sampled against. `token_bytes` None: no vocabulary, stop strings are refused."""
+
+    vocab_size: int
+    max_len: int
+    eos_token_ids: frozenset[int]
+    token_bytes: Callable[[int], bytes | None] | None
+
+
+class DecodeEngine:
+    """`publish(step, outputs by router, load)` must not block. `load` may be read from any thread."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        reservations: Reservations,
+        executor: DecodeExecutor,
+        channel: LeaderChannel,
+        facts: ModelFacts,
+        commands: queue.SimpleQueue[cmd.Command],
+        publish: Publish,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.load = types_pb2.GroupLoad()
+        self._scheduler = scheduler
+        self._reservations = reservations
+        self._executor = executor
+        self._channel = channel
+        self._facts = facts
+        self._commands = commands
+        self._publish = publish
+        self._clock = clock
+        self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
+        self._outputs: dict[str, list[worker_pb2.SequenceOutput]] = {}
+        self._step = 0
+        self._next_tick_s = 0.0
+        self._last_step_s = 0.0
+        self._is_draining = False
+        self._update_load()
+
+    def run(self) -> None:
+        """Until ShutDown.
+
+        Raises: WorkerLost if a rank is gone; whatever the model raises: then the whole group has to go
+        """
+        while self._take_commands():
+            self._tick()
+            self._turn()
+            self._update_load()
+            if self._outputs:
+                outputs, self._outputs = self._outputs, {}
+                self._publish(self._step, outputs, self.load)
+        self._channel.send(plan_pb2.DecodePlan(shut_down=True).SerializeToString())
+
+    # -- commands ----------------------------------------------------------------------------------------------------------------------
+
+    def _take_commands(self) -> bool:
+        """Handles all that waits; blocks for the first one if there is nothing to do. Returns: False after ShutDown"""
+        may_block = not self._running and not self._reservations.has_operations
+        timeout_s = _TICK_S if self._reservations.num_open else None
+        while True:
+            try:
+                command = self._commands.get(block=may_block, timeout=timeout_s)
+            except queue.Empty:
+                return True
+            if isinstance(command, cmd.ShutDown):
+                return False
+            self._handle(command)
+            may_block = False
+
+    def _handle(self, command: cmd.Command) -> None:
+        now_s = self._clock()
+        match command:
+            case cmd.Reserve():
+                self._answer(command.done, lambda: self._reserve(command, now_s))
+            case cmd.Renew(transfer_ids, done):
+                done.set_result(self._reservations.renew(transfer_ids, now_s))
+            case cmd.Commit():
+                self._answer(command.done, lambda: self._reservations.commit(command, now_s))
+            case cmd.Abandon(transfer_id):
+                self._reservations.abandon(transfer_id)
+            case cmd.Abort(internal_id, reason, done):
+                done.set_result(self._abort(internal_id, RemoteError("CANCELLED", reason or "aborted by the router")))
+            case cmd.WriterStopped(transfer_id):
+                self._reservations.writer_stopped(transfer_id)
+            case cmd.RouterGone(router_id):
+                self._router_gone(router_id)
+            case cmd.Drain(drain):
+                self._is_draining = drain
+                self._update_load()
+
+    def _answer(self, done, work: Callable[[], None]) -> None:
+        """Runs the first half of a command whose answer comes later; a refusal is an answer at once."""
+        try:
+            work()
+        except ServingError as exc:
+            done.set_exception(exc)
+
+    def _reserve(self, command: cmd.Reserve, now_s: float) -> None:
+        if self._is_draining:
+            raise OverloadedError("this decode group is draining")
+        if command.work.internal_id in self._running:
+            raise InvalidRequestError("work.internal_id", f"{command.work.internal_id!r} runs here already")
+        facts = self._facts
+        sequence = Sequence(
+            command.work,
+            command.router_id,
+            transfer_id=secrets.randbits(63) + 1,
+            vocab_size=facts.vocab_size,
+            max_len=facts.max_len,
+            eos_token_ids=facts.eos_token_ids,
+            token_bytes=facts.token_bytes,
+            now_s=now_s,
+        )
+        self._reservations.reserve(command, sequence, now_s)
+
+    def _abort(self, internal_id: str, error: ServingError) -> bool:
+        sequence = self._running.get(internal_id)
+        if sequence is not None:
+            self._end(sequence, error)
+            return True
+        return self._reservations.abort(internal_id, self._clock())
+
+    def _router_gone(self, router_id: str) -> None:
+        error = RemoteError("CANCELLED", "its router is gone")
+        for sequence in [*self._running.values(), *self._reservations.sequences()]:
+            if sequence.router_id == router_id:
+                logger.info("request %s ends: router %s is gone", sequence.internal_id, router_id)
+                self._abort(sequence.internal_id, error)
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + _TICK_S
+        self._reservations.tick(now_s)
+        for sequence in [*self._running.values(), *self._reservations.sequences()]:
+            if sequence.deadline_s is not None and sequence.deadline_s <= now_s:
+                self._abort(sequence.internal_id, DeadlineError("the request's deadline passed"))
+
+    # -- one turn ----------------------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """One plan, if there is anything to do: operations first, so that their answers don't wait for the forward pass."""
+        plan = self._reservations.take_operations()
+        rows = list(self._running.values())
+        for sequence in rows:
+            plan.rows.add(transfer_id=sequence.transfer_id, token_id=sequence.next_token, position=sequence.position)
+        if plan.ByteSize() == 0:
+            return
+        started_s = self._clock()
+        self._channel.send(plan.SerializeToString())
+        replies = [self._executor.operate(plan)]
+        if wants_reply(plan):
+            replies += map(plan_pb2.DecodeReply.FromString, self._channel.collect())
+            outcome = self._reservations.settle(plan, replies)
+            for sequence, error in outcome.failed:
+                self._put_error(sequence, error)
+            for sequence in outcome.admitted:
+                self._running[sequence.internal_id] = sequence
+        logits = self._executor.forward(plan)
+        if rows:
+            self._sample(rows, logits)
+            self._step += 1
+            self._last_step_s = self._clock() - started_s
+
+    def _sample(self, rows: list[Sequence], logits: Tensor) -> None:
+        choices = sample(logits.float(), [sequence.state for sequence in rows])
+        for sequence, choice in zip(rows, choices, strict=True):
+            if isinstance(choice, ServingError):
+                logger.error("request %s failed: %s", sequence.internal_id, choice)
+                self._end(sequence, choice)
+                continue
+            output = sequence.advance(choice)
+            if output.token_ids or output.HasField("finish"):
+                self._put(sequence, output)
+            if output.HasField("finish"):
+                self._end(sequence, None)
+
+    def _end(self, sequence: Sequence, error: ServingError | None) -> None:
+        """A running sequence is over; the next plan lets every rank forget it, before the blocks are handed out again."""
+        del self._running[sequence.internal_id]
+        self._scheduler.release(sequence.transfer_id)
+        self._reservations.forget(sequence.transfer_id)
+        if error is not None:
+            self._put_error(sequence, error)
+
+    def _put_error(self, sequence: Sequence, error: ServingError) -> None:
+        self._put(
+            sequence,
+            worker_pb2.SequenceOutput(internal_id=sequence.internal_id, error_status=error.grpc_status, error_message=error.message),
+        )
+
+    def _put(self, sequence: Sequence, output: worker_pb2.SequenceOutput) -> None:
+        self._outputs.setdefault(sequence.router_id, []).append(output)
+
+    def _update_load(self) -> None:
+        """Replaces `load` as a whole: other threads read it."""
+        scheduler = self._scheduler
+        self.load = types_pb2.GroupLoad(
+            running=scheduler.count(Place.RUNNING),
+            free_full_blocks=scheduler.free_full_blocks,
+            total_full_blocks=scheduler.total_full_blocks,
+            free_sliding_blocks=scheduler.free_sliding_blocks,
+            total_sliding_blocks=scheduler.total_sliding_blocks,
+            context_tokens=sum(sequence.position for sequence in self._running.values()),
+            last_step_ms=self._last_step_s * 1000,
+            draining=self._is_draining,
+            transfers=self._reservations.num_open,
+        )

@@ -1,0 +1,79 @@
+"""One rank's part of a decode group: carries out plans on this rank's KV pools, receiver and model.
+
+Every rank of the group runs the same plans in the same order; only the leader knows why. Owns the KV tensors and the block tables.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.errors import ServingError
+from common.kv_layout import KVGeometry
+from common.proto import plan_pb2, worker_pb2
+from decode_worker.block_ring import BlockTables
+from kv_transfer.receiver import Receiver
+from model.batch import SequenceView, build_decode_batch
+from model.build import Forward
+from model.kv_cache import KVCache
+
+
+def wants_reply(plan: plan_pb2.DecodePlan) -> bool:
+    return bool(plan.revokes or plan.grants or plan.verifies)
+
+
+class DecodeExecutor:
+    """Called from the rank's engine thread alone."""
+
+    def __init__(self, model: Forward, kv: KVCache, receiver: Receiver, device: str):
+        self._model = model
+        self._kv = kv
+        self._receiver = receiver
+        self._device = device
+        self._tables: dict[int, BlockTables] = {}
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self._kv.geometry
+
+    def endpoints(self) -> list[worker_pb2.Endpoint]:
+        """How prefill ranks reach this rank's pools."""
+        return self._receiver.endpoints()
+
+    def operate(self, plan: plan_pb2.DecodePlan) -> plan_pb2.DecodeReply:
+        """Carries out all of a plan but its forward pass. A failed grant or verify concerns its own transfer only."""
+        reply = plan_pb2.DecodeReply()
+        for transfer_id in plan.revokes:
+            self._receiver.revoke(transfer_id)
+            if self._receiver.is_fenced(transfer_id):
+                reply.fenced.append(transfer_id)
+        for transfer_id in plan.releases:
+            self._tables.pop(transfer_id, None)
+        for grant in plan.grants:
+            self._tables[grant.transfer_id] = BlockTables(tuple(grant.full_blocks), tuple(grant.sliding_ring))
+            try:
+                self._receiver.grant(grant.transfer_id, grant.blocks, grant.num_tokens)
+            except ServingError as exc:
+                reply.failures.add(transfer_id=grant.transfer_id, status=exc.grpc_status, message=exc.message)
+        for transfer_id in plan.verifies:
+            try:
+                result = self._receiver.verify(transfer_id)
+                reply.verified.add(transfer_id=transfer_id, bytes=result.bytes, digest=result.digest)
+            except ServingError as exc:
+                reply.failures.add(transfer_id=transfer_id, status=exc.grpc_status, message=exc.message)
+            self._receiver.revoke(transfer_id)
+        return reply
+
+    def forward(self, plan: plan_pb2.DecodePlan) -> Tensor | None:
+        """One step of the plan's rows. Returns: logits [rows, V] fp32 on rank 0, None on the others or without rows"""
+        if not plan.rows:
+            return None
+        views = [self._view(row) for row in plan.rows]
+        return self._model.forward(build_decode_batch(views, self.geometry.block_size_tokens, self._device), self._kv)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _view(self, row: plan_pb2.DecodeRow) -> SequenceView:
+        tables = self._tables[row.transfer_id]
+        first, sliding = tables.sliding_at(self.geometry, row.position)
+        return SequenceView((row.token_id,), row.position, tables.full_until(self.geometry, row.position + 1), first, sliding)

@@ -1,0 +1,165 @@
+"""One rank process of a decode group: joins its group, loads its weights, makes its pools, runs its loop.
+
+A plain class: the cluster wraps it in a Ray actor, tests run it in a process of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from pathlib import Path
+
+from common.kv_layout import KVGeometry
+from common.proto import plan_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from common.rank_spec import RankSpec
+from common.token_bytes import TokenBytes
+from decode_worker import commands as cmd
+from decode_worker.engine import DecodeEngine, ModelFacts
+from decode_worker.executor import DecodeExecutor
+from decode_worker.follower import follow
+from decode_worker.reservations import Reservations
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.service import DecodeService
+from kv_transfer.ledger import TransferLedger
+from kv_transfer.memory import SharedBuffer
+from kv_transfer.pool_view import PoolView
+from kv_transfer.receiver import Receiver
+from model.build import BuildModel, build_model
+from model.group import RankWatch
+from model.kv_cache import KVCache
+from model.rank_life import RankLife
+from model.rank_start import StartedRank, start_rank
+
+logger = logging.getLogger(__name__)
+_GRACE_S = 0.2
+_TRANSPORTS = {"auto": ("shm", "tcp")}  # what a preference offers; any other offers itself alone
+
+
+class DecodeRank:
+    """`build` makes the forward pass; tests hand in another."""
+
+    def __init__(self, spec: RankSpec, build: BuildModel = build_model):
+        self.spec = spec
+        self._build = build
+        self._life = RankLife()
+        self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
+        self._transports = _TRANSPORTS.get(spec.transport, (spec.transport,))
+
+    def start(self) -> types_pb2.GroupDescription | None:
+        """Returns once this rank serves: the group's description on rank 0, None on the others.
+
+        Raises: ServingError; then nothing runs
+        """
+        started = start_rank(self.spec, self._build, self._sliding_blocks, self.spec.max_batch)
+        try:
+            executor = self._executor(started)
+            return self._lead(started, executor) if started.server is not None else self._follow(started, executor)
+        except BaseException:
+            started.close()
+            raise
+
+    def stop(self) -> None:
+        """Asks the group to end; only rank 0's call counts, the others end with it. Returns at once."""
+        self._commands.put(cmd.ShutDown())
+
+    def alive(self) -> bool:
+        return self._life.alive()
+
+    def wait_ended(self, timeout_s: float | None = None) -> str:
+        """Blocks until the rank's loop has ended. Returns: why, empty if it was stopped"""
+        return self._life.wait_ended(timeout_s)
+
+    def _sliding_blocks(self, geometry: KVGeometry, _max_len: int) -> int:
+        return self.spec.max_batch * geometry.sliding_blocks_worst(1)
+
+    def _executor(self, started: StartedRank) -> DecodeExecutor:
+        spec, geometry, facts = self.spec, started.geometry, started.facts
+        blocks = (facts.full_blocks, facts.sliding_blocks)
+        buffer = SharedBuffer.create(KVCache.nbytes(geometry, spec.tp, spec.rank, *blocks))
+        kv = KVCache(geometry, spec.tp, spec.rank, *blocks, spec.device, buffer.tensor())
+        receiver = Receiver(
+            PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank),
+            key=spec.key,
+            incarnation=spec.incarnation,
+            listen_host=spec.listen_host,
+            transports=self._transports,
+            buffer=buffer,
+        )
+        ready = plan_pb2.RankReady(endpoints=receiver.endpoints())
+        if started.links.follower is not None:
+            started.links.follower.reply(ready.SerializeToString())
+        return DecodeExecutor(started.built.model, kv, receiver, spec.device)
+
+    def _reservation_template(self, started: StartedRank, executor: DecodeExecutor, description: types_pb2.GroupDescription):
+        """What every reservation of this group says. Waits until all ranks have their pools."""
+        readies = map(plan_pb2.RankReady.FromString, started.links.leader.collect())
+        endpoints = [executor.endpoints(), *(list(ready.endpoints) for ready in readies)]
+        return worker_pb2.Reservation(
+            incarnation=self.spec.incarnation,
+            decode_address=description.address,
+            layout=description.layout,
+            kv=description.kv,
+            ranks=[worker_pb2.RankEndpoints(rank=rank, endpoints=mine) for rank, mine in enumerate(endpoints)],
+            lease_ms=int(self.spec.lease_s * 1000),
+        )
+
+    def _lead(self, started: StartedRank, executor: DecodeExecutor) -> types_pb2.GroupDescription:
+        spec, server, config = self.spec, started.server, started.built.config
+        description = started.describe(types_pb2.ROLE_DECODE, list(self._transports))
+        scheduler = DecodeScheduler(started.geometry, started.facts.full_blocks, started.facts.sliding_blocks, spec.max_batch)
+        template = self._reservation_template(started, executor, description)
+        services: list[DecodeService] = []
+        reservations = Reservations(
+            scheduler,
+            TransferLedger(spec.incarnation),
+            started.geometry,
+            template,
+            spec.key,
+            lambda transfer_id, writer: services[0].fence(transfer_id, writer),
+        )
+        facts = ModelFacts(
+            vocab_size=config.vocab_size,
+            max_len=started.max_len,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            token_bytes=TokenBytes(Path(spec.vocab)).of if spec.vocab else None,
+        )
+        engine = DecodeEngine(
+            scheduler,
+            reservations,
+            executor,
+            started.links.leader,
+            facts,
+            self._commands,
+            lambda step, outputs, load: services[0].publish(step, outputs, load),
+        )
+
+        def register(grpc_server) -> None:
+            services.append(DecodeService(description, self._commands, lambda: engine.load, spec.key, spec.lease_s))
+            worker_pb2_grpc.add_DecodeGroupServicer_to_server(services[0], grpc_server)
+
+        server.serve(register)
+        watch = self._watch(started)
+
+        def clean_up() -> None:
+            watch.stop()
+            server.call(services[0].close())
+            server.stop(_GRACE_S)
+            executor.close()
+            started.links.close()
+
+        self._life.start(engine.run, clean_up)
+        logger.info("decode group %s serves at %s", spec.group, server.address)
+        return description
+
+    def _follow(self, started: StartedRank, executor: DecodeExecutor) -> None:
+        watch = self._watch(started)
+
+        def clean_up() -> None:
+            watch.stop()
+            executor.close()
+            started.links.close()
+
+        self._life.start(lambda: follow(started.links.follower, executor), clean_up)
+
+    def _watch(self, started: StartedRank) -> RankWatch:
+        return RankWatch(list(started.facts.ranks), self.spec.rank, lambda rank: self._life.fail(f"rank {rank} of the group died"))

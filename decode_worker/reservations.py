@@ -1,0 +1,239 @@
+"""Reservations of a decode group: from Reserve until the sequence runs or its blocks are free again.
+
+Owned by the leader's engine thread. Turns commands and the ledger's actions into operations of the next plan, and the ranks' replies into
+answers. The ledger knows who may write; the scheduler, shared with the engine, has the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from common.auth import sign
+from common.errors import KVTransferError, LayoutMismatch, RemoteError, ServingError
+from common.kv_layout import KVGeometry, check_join
+from common.kv_proto import geometry_from_proto
+from common.process import is_known_dead
+from common.proto import plan_pb2, types_pb2, worker_pb2
+from decode_worker.block_ring import BlockTables
+from decode_worker.commands import Commit, Reserve
+from decode_worker.scheduler import Allotment, DecodeScheduler, Place
+from decode_worker.sequence import Sequence
+from kv_transfer.ledger import Action, AdmitSequence, FailRequest, FenceWriter, ReleaseBlocks, TransferLedger
+
+Fence = Callable[[int, types_pb2.GroupDescription], None]
+
+
+@dataclass
+class _Open:
+    """One reservation. `reserving` waits for the grant; `committing` for the verdict on its KV, and with it those who asked again."""
+
+    sequence: Sequence
+    writer: types_pb2.GroupDescription
+    reservation: worker_pb2.Reservation
+    reserving: Future | None = None
+    committing: worker_pb2.CommitRequest | None = None
+    waiting: list[Future] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What a plan's replies have brought about."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, ServingError]] = field(default_factory=list)
+
+
+class Reservations:
+    """`fence(transfer_id, writer)` asks a prefill group to stop, without waiting. `template`: what all reservations have in common."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        ledger: TransferLedger,
+        geometry: KVGeometry,
+        template: worker_pb2.Reservation,
+        key: bytes,
+        fence: Fence,
+    ):
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._geometry = geometry
+        self._template = template
+        self._key = key
+        self._fence = fence
+        self._open: dict[int, _Open] = {}
+        self._plan = plan_pb2.DecodePlan()  # operations to come
+        self._outcome = Outcome()
+
+    @property
+    def has_operations(self) -> bool:
+        return self._plan.ByteSize() > 0
+
+    def take_operations(self) -> plan_pb2.DecodePlan:
+        """The plan made of all operations so far; they are the engine's to run now."""
+        plan, self._plan = self._plan, plan_pb2.DecodePlan()
+        return plan
+
+    def forget(self, transfer_id: int) -> None:
+        """A running sequence has ended: every rank drops its tables."""
+        self._plan.releases.append(transfer_id)
+
+    @property
+    def num_open(self) -> int:
+        return self._ledger.num_open
+
+    def sequences(self) -> list[Sequence]:
+        return [entry.sequence for entry in self._open.values()]
+
+    # -- commands ----------------------------------------------------------------------------------------------------------------------
+
+    def reserve(self, command: Reserve, sequence: Sequence, now_s: float) -> None:
+        """Allots everything and has every rank install the grant; the answer follows in `settle`.
+
+        Raises: CapacityError, LayoutMismatch, KVTransferError; then nothing was taken
+        """
+        check_join(geometry_from_proto(command.writer.kv), command.writer.layout.tp, self._geometry, self._template.layout.tp)
+        transfer_id = sequence.transfer_id
+        allotment = self._scheduler.admit(transfer_id, sequence.max_total_tokens)
+        try:
+            self._ledger.reserve(transfer_id, sequence.internal_id, command.writer, self._template.lease_ms / 1000, now_s)
+        except KVTransferError:
+            self._scheduler.release(transfer_id)
+            raise
+        blocks = self._handover_blocks(allotment, sequence.num_handed_over)
+        self._plan.grants.add(
+            transfer_id=transfer_id,
+            num_tokens=sequence.num_handed_over,
+            blocks=blocks,
+            full_blocks=allotment.full.block_ids,
+            sliding_ring=allotment.sliding.block_ids,
+        )
+        reservation = worker_pb2.Reservation()
+        reservation.CopyFrom(self._template)
+        reservation.internal_id, reservation.transfer_id = sequence.internal_id, transfer_id
+        reservation.blocks.extend(blocks)
+        sign(reservation, self._key)
+        self._open[transfer_id] = _Open(sequence, command.writer, reservation, reserving=command.done)
+
+    def renew(self, transfer_ids: list[int], now_s: float) -> list[int]:
+        return self._ledger.renew(transfer_ids, now_s)
+
+    def commit(self, command: Commit, now_s: float) -> None:
+        """Has every rank look at what arrived; the answer follows in `settle`.
+
+        Raises: PeerLost, KVTransferError if there is nothing to commit
+        """
+        entry = self._open.get(command.request.transfer_id)
+        if entry is not None and entry.committing == command.request:
+            entry.waiting.append(command.done)
+        elif self._ledger.begin_commit(command.request, now_s):
+            entry.committing, entry.waiting = command.request, [command.done]
+            self._plan.verifies.append(command.request.transfer_id)
+        else:
+            command.done.set_result(None)
+
+    def abandon(self, transfer_id: int) -> None:
+        self._carry_out(self._ledger.abandon(transfer_id))
+
+    def abort(self, internal_id: str, now_s: float) -> bool:
+        """Returns: whether there is such a reservation"""
+        is_here = any(entry.sequence.internal_id == internal_id for entry in self._open.values())
+        self._carry_out(self._ledger.abort(internal_id, now_s))
+        return is_here
+
+    def writer_stopped(self, transfer_id: int) -> None:
+        self._carry_out(self._ledger.confirm_stopped(transfer_id))
+
+    def tick(self, now_s: float) -> None:
+        """Gives up reservations whose lease is over, repeats fences, looks for writers that died. A few times per second."""
+        self._carry_out(self._ledger.expire(now_s))
+        self._carry_out(self._ledger.sweep_dead(is_known_dead))
+
+    # -- replies -----------------------------------------------------------------------------------------------------------------------
+
+    def settle(self, plan: plan_pb2.DecodePlan, replies: list[plan_pb2.DecodeReply]) -> Outcome:
+        """Takes in what all ranks (rank 0 first) replied to a plan of operations. Returns: also what commands have failed meanwhile"""
+        failures = {failure.transfer_id: failure for reply in replies for failure in reply.failures}
+        for transfer_id in set(plan.revokes).intersection(*(set(reply.fenced) for reply in replies)):
+            self.writer_stopped(transfer_id)
+        for grant in plan.grants:
+            self._granted(grant.transfer_id, failures.get(grant.transfer_id))
+        for transfer_id in plan.verifies:
+            results = [result for reply in replies for result in reply.verified if result.transfer_id == transfer_id]
+            self._verified(transfer_id, results, failures.get(transfer_id))
+        outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    def _granted(self, transfer_id: int, failure: plan_pb2.Failure | None) -> None:
+        entry = self._open.get(transfer_id)
+        if failure is not None:
+            entry.reserving.set_exception(RemoteError(failure.status, failure.message))
+            self._carry_out(self._ledger.abandon(transfer_id))  # nobody was told of it, so nobody writes
+        else:
+            entry.reserving.set_result(entry.reservation)
+
+    def _verified(self, transfer_id: int, results: list[plan_pb2.VerifyResult], failure: plan_pb2.Failure | None) -> None:
+        entry = self._open[transfer_id]
+        error = RemoteError(failure.status, failure.message) if failure else _difference(entry.committing, results)
+        actions = self._ledger.end_commit(transfer_id, error)
+        admitted = any(isinstance(action, AdmitSequence) for action in actions)
+        self._carry_out(actions)
+        for done in entry.waiting:
+            if admitted:
+                done.set_result(None)
+            else:
+                done.set_exception(error or KVTransferError("the request was ended while its KV was being checked"))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        sequences = {entry.sequence.internal_id: entry.sequence for entry in self._open.values()} if actions else {}
+        for action in actions:
+            match action:
+                case FenceWriter(transfer_id, _):
+                    if self._scheduler.place(transfer_id) is Place.RESERVED:
+                        self._scheduler.hold(transfer_id)
+                        self._plan.revokes.append(transfer_id)
+                    self._fence(transfer_id, self._open[transfer_id].writer)
+                case ReleaseBlocks(transfer_id):
+                    self._plan.revokes.append(transfer_id)
+                    self._plan.releases.append(transfer_id)
+                    self._scheduler.release(transfer_id)
+                    del self._open[transfer_id]
+                case AdmitSequence(transfer_id, _):
+                    self._admit(self._open.pop(transfer_id))
+                case FailRequest(internal_id, error):
+                    self._outcome.failed.append((sequences[internal_id], error))
+
+    def _admit(self, entry: _Open) -> None:
+        request, sequence = entry.committing, entry.sequence
+        self._scheduler.start(sequence.transfer_id)
+        sequence.begin(request.first_token, request.first_logprobs if request.HasField("first_logprobs") else None)
+        self._outcome.admitted.append(sequence)
+
+    def _handover_blocks(self, allotment: Allotment, num_tokens: int) -> list[worker_pb2.BlockList]:
+        g = self._geometry
+        _, num_full = g.handover_blocks(num_tokens, sliding=False)
+        first, count = g.handover_blocks(num_tokens, sliding=True)
+        full, ring = allotment.full, allotment.sliding
+        return [
+            worker_pb2.BlockList(sliding=False, first_logical=0, block_ids=full.block_ids[:num_full], epochs=full.epochs[:num_full]),
+            worker_pb2.BlockList(
+                sliding=True,
+                first_logical=first,
+                block_ids=BlockTables((), ring.block_ids).sliding_range(first, count),
+                epochs=BlockTables((), ring.epochs).sliding_range(first, count),
+            ),
+        ]
+
+
+def _difference(request: worker_pb2.CommitRequest, results: list[plan_pb2.VerifyResult]) -> ServingError | None:
+    """Compares what was promised with what lies in the pools, rank by rank."""
+    if not len(request.bytes_per_rank) == len(request.digest_per_rank) == len(results):
+        return LayoutMismatch(f"commit for {len(request.bytes_per_rank)} decode ranks, there are {len(results)}")
+    for rank, result in enumerate(results):
+        if result.bytes != request.bytes_per_rank[rank]:
+            return KVTransferError(f"{request.bytes_per_rank[rank]} bytes of KV were promised, {result.bytes} arrived", rank=rank)
+        if result.digest != request.digest_per_rank[rank]:
+            return KVTransferError("the KV that arrived is not what was sent (digests differ)", rank=rank)
+    return None

@@ -1,0 +1,120 @@
+"""Admission and block accounting of a decode group: who may come in, who runs, who still holds blocks.
+
+Pure: no tensors, no clock, no I/O. Owned by the leader's engine thread. A request is admitted only if its worst case fits, so nothing is
+ever preempted.
+
+    (free) --admit--> RESERVED --start--> RUNNING --release--> (free)
+                         |                                        ^
+                         +--hold--> HELD -------release-----------+
+                         +----------------------release-----------+
+
+RESERVED and RUNNING occupy a place in the batch; HELD keeps only its blocks, because their writer has not been proved to have stopped.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from common.block_pool import BlockGrant, BlockPool
+from common.errors import CapacityError
+from common.kv_layout import KVGeometry
+
+
+class Place(enum.Enum):
+    RESERVED = "reserved"
+    RUNNING = "running"
+    HELD = "held"
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """All blocks of one request. `full`: logical blocks 0, 1, ...; `sliding`: a ring, logical block i lies in entry i % len."""
+
+    full: BlockGrant
+    sliding: BlockGrant
+
+
+@dataclass
+class _Entry:
+    allotment: Allotment
+    place: Place
+
+
+class DecodeScheduler:
+    """`max_batch`: places in a step. Entries are named by their transfer id."""
+
+    def __init__(self, geometry: KVGeometry, full_blocks: int, sliding_blocks: int, max_batch: int):
+        self._geometry = geometry
+        self._full = BlockPool(full_blocks)
+        self._sliding = BlockPool(sliding_blocks)
+        self._max_batch = max_batch
+        self._entries: dict[int, _Entry] = {}
+
+    def admit(self, transfer_id: int, max_total_tokens: int) -> Allotment:
+        """Takes a place and all the blocks that prompt and output may ever need.
+
+        Raises: CapacityError if anything is short; then nothing was taken
+        """
+        taken = self.count(Place.RESERVED) + self.count(Place.RUNNING)
+        if taken >= self._max_batch:
+            raise CapacityError(f"all {self._max_batch} places of the batch are taken")
+        full = self._geometry.blocks_for(max_total_tokens)
+        sliding = min(full, self._geometry.sliding_blocks_worst(1))
+        if sliding > self._sliding.num_free:
+            raise CapacityError(f"{sliding} sliding KV blocks wanted, {self._sliding.num_free} of {self._sliding.num_blocks} free")
+        owner = _owner(transfer_id)
+        allotment = Allotment(self._full.allocate(full, owner), self._sliding.allocate(sliding, owner))
+        self._entries[transfer_id] = _Entry(allotment, Place.RESERVED)
+        return allotment
+
+    def start(self, transfer_id: int) -> None:
+        """RESERVED -> RUNNING"""
+        self._move(transfer_id, Place.RESERVED, Place.RUNNING)
+
+    def hold(self, transfer_id: int) -> None:
+        """RESERVED -> HELD"""
+        self._move(transfer_id, Place.RESERVED, Place.HELD)
+
+    def release(self, transfer_id: int) -> None:
+        """Gives everything back; allowed once nobody writes to or reads from the blocks any more."""
+        entry = self._entries.pop(transfer_id)
+        self._full.free(entry.allotment.full.block_ids, _owner(transfer_id))
+        self._sliding.free(entry.allotment.sliding.block_ids, _owner(transfer_id))
+
+    def place(self, transfer_id: int) -> Place | None:
+        entry = self._entries.get(transfer_id)
+        return entry.place if entry else None
+
+    def count(self, place: Place) -> int:
+        return sum(entry.place is place for entry in self._entries.values())
+
+    @property
+    def free_full_blocks(self) -> int:
+        return self._full.num_free
+
+    @property
+    def free_sliding_blocks(self) -> int:
+        return self._sliding.num_free
+
+    @property
+    def total_full_blocks(self) -> int:
+        return self._full.num_blocks
+
+    @property
+    def total_sliding_blocks(self) -> int:
+        return self._sliding.num_blocks
+
+    def check(self) -> None:
+        """Raises: ServingError if pools and entries disagree"""
+        self._full.check()
+        self._sliding.check()
+
+    def _move(self, transfer_id: int, before: Place, after: Place) -> None:
+        entry = self._entries[transfer_id]
+        assert entry.place is before, f"{transfer_id:x} is {entry.place.value}, not {before.value}"
+        entry.place = after
+
+
+def _owner(transfer_id: int) -> str:
+    return f"transfer {transfer_id:016x}"

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP on starlette: request models, endpoints, streams of events, keys. Knows no special token."""

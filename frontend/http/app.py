@@ -1,0 +1,112 @@
+"""The starlette application: routes, health, models, metrics. Built by `frontend.server` and by tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import prometheus_client
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from common.errors import ServingError
+from frontend.chat_format import ChatFormat
+from frontend.generation import Generator
+from frontend.http.auth import load_keys
+from frontend.http.chat import chat_completions
+from frontend.http.completions import completions
+from frontend.http.errors import HttpError, error_response
+from frontend.http.responses import responses
+from frontend.http.service import Endpoint, Service
+from frontend.metrics import FrontendMetrics
+from frontend.router_client import RouterClient
+from frontend.settings import FrontendSettings
+
+_ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+}
+
+
+def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> Starlette:
+    """The application; its `state.service` exists once its lifespan has started (the channel needs a running loop).
+
+    Raises: ConfigError if the keys can't be read.
+    """
+    keys = load_keys(settings.keys_file)
+    metrics = FrontendMetrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        router = RouterClient(settings.router, ca_file=settings.router_ca_file, token_file=settings.router_token_file)
+        generator = Generator(router, chat_format, metrics, encoder_threads=settings.encoder_threads)
+        app.state.service = Service(settings, generator, keys)
+        try:
+            yield
+        finally:
+            generator.close()
+            await router.close()
+
+    routes = [_post(path, handle) for path, handle in _ENDPOINTS.items()]
+    routes += [
+        Route("/v1/models", _models, methods=["GET"]),
+        Route("/v1/models/{model:path}", _models, methods=["GET"]),
+        Route("/health", _health, methods=["GET"]),
+        Route("/metrics", _metrics, methods=["GET"]),
+    ]
+    cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"])
+    return Starlette(
+        routes=routes,
+        middleware=[cors] if settings.cors_origins else [],
+        exception_handlers={HTTPException: _http_exception},
+        lifespan=lifespan,
+    )
+
+
+def _post(path: str, handle: Endpoint) -> Route:
+    async def answer(request: Request) -> Response:
+        service: Service = request.app.state.service
+        return await service.answer(request, path, handle)
+
+    return Route(path, answer, methods=["POST"])
+
+
+async def _models(request: Request) -> Response:
+    service: Service = request.app.state.service
+    wanted = request.path_params.get("model")
+    try:
+        service.keys.caller(request.headers)
+        names = (await service.model_name(wanted),) if wanted else await service.model_names()
+    except ServingError as exc:
+        return error_response(exc)
+    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in names]
+    return JSONResponse(listed[0] if wanted else {"object": "list", "data": listed})
+
+
+async def _health(request: Request) -> Response:
+    """200 while new requests are taken and the router answers; 503 says which of the two is not so."""
+    service: Service = request.app.state.service
+    if service.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    try:
+        info = await service.generator.router.model_info()
+    except ServingError as exc:
+        return JSONResponse({"status": "router unavailable", "detail": str(exc)}, 503)
+    return JSONResponse({"status": "ok", "model": info.model, "max_model_len": info.max_model_len})
+
+
+async def _metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Response(prometheus_client.generate_latest(service.metrics.registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def _http_exception(request: Request, exc: Exception) -> Response:
+    status = exc.status_code if isinstance(exc, HTTPException) else 500
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+    return error_response(HttpError(status, f"{request.method} {request.url.path[:200]}: {code.replace('_', ' ')}", code=code))

@@ -1,0 +1,103 @@
+"""FP8 GEMMs of the prefill path: dense and grouped by expert, through DeepGEMM on Hopper, plain torch elsewhere.
+
+Weights are FP8 with one scale per 128x128 block; activations FP8 with one scale per row and 128 columns. Also folds an expert's bias into
+its weight's padding columns, so the bias enters the accumulator with the last K block and costs nothing.
+Legend: T tokens, M rows of the expert buffer, E local experts, R weight rows (outputs), P padded input columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.errors import ShapeError
+from kernels.moe_prefill import ExpertRows
+from kernels.reference import FP8_BLOCK, FP8_MAX, fp8_dequant_blocks_ref, fp8_dequant_rows_ref
+
+ROW_ALIGNMENT = 128
+
+
+def gemm_fp8(a: Tensor, a_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """a @ weight.T.
+
+    Shapes: a [T, P] float8_e4m3fn; a_scales [T, P / 128] fp32, group-major on CUDA; weight [R, P] float8_e4m3fn
+    Shapes: weight_scales [ceil(R / 128), P / 128] fp32
+    Returns: [T, R] bf16 on CUDA, fp32 elsewhere; accumulated in fp32 across 128-column blocks
+    Effects: compiles at the first call of a shape; capturable afterwards; no host sync
+    Raises: ShapeError
+    Source: DeepGEMM `fp8_gemm_nt`
+    """
+    if a.shape[1] != weight.shape[1]:
+        raise ShapeError(f"a has {a.shape[1]} columns, weight {weight.shape[1]}: pad both to the same multiple of {FP8_BLOCK}")
+    rows = weight.shape[0]
+    if not a.is_cuda:
+        return fp8_dequant_rows_ref(a, a_scales, a.shape[1]) @ _dequant_weight(weight, weight_scales).t()
+    import deep_gemm
+
+    out = torch.empty((a.shape[0], rows), dtype=torch.bfloat16, device=a.device)
+    if a.shape[0]:
+        deep_gemm.fp8_gemm_nt((a, a_scales), (weight, weight_scales), out, compiled_dims="nk")
+    return out
+
+
+def grouped_gemm_fp8(a: Tensor, a_scales: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows) -> Tensor:
+    """Each expert's rows times that expert's weight.
+
+    Shapes: a [M, P] float8_e4m3fn; a_scales [M, P / 128] fp32; weight [E, R, P] float8_e4m3fn; weight_scales [E, ceil(R / 128), P / 128]
+    Returns: [M, R] bf16 on CUDA, fp32 elsewhere; rows past an expert's end hold anything
+    Effects: compiles at the first call of a shape; capturable afterwards; no host sync: row counts stay on the device
+    Source: DeepGEMM `m_grouped_fp8_gemm_nt_contiguous` with the prefix-sum layout
+    """
+    experts, rows, _ = weight.shape
+    if not a.is_cuda:
+        out = torch.zeros(a.shape[0], rows)
+        start = 0
+        for e, end in enumerate(expert_rows.ends.tolist()):
+            x = fp8_dequant_rows_ref(a[start:end], a_scales[start:end], a.shape[1])
+            out[start:end] = x @ _dequant_weight(weight[e], weight_scales[e]).t()
+            start = -(-end // expert_rows.alignment) * expert_rows.alignment
+        return out
+    import deep_gemm
+
+    out = torch.empty((a.shape[0], rows), dtype=torch.bfloat16, device=a.device)
+    if deep_gemm.get_mk_alignment_for_contiguous_layout() != expert_rows.alignment:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(expert_rows.alignment)
+    expected_rows = -(-expert_rows.rows.numel() // experts)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (a, a_scales), (weight, weight_scales), out, expert_rows.ends,
+        use_psum_layout=True, expected_m_for_psum_layout=max(expected_rows, 1),
+    )  # fmt: skip
+    return out
+
+
+def fold_bias(weight: Tensor, weight_scales: Tensor, bias: Tensor, columns: int, bias_columns: int) -> None:
+    """Writes the bias into the weight's padding columns as a sum of FP8 terms, each multiplied by an activation of exactly 1.0.
+
+    Shapes: weight [E, R, P] float8_e4m3fn, zeros from `columns` on; weight_scales [E, ceil(R / 128), P / 128] fp32; bias [E, R] float
+    Units: bias_columns: how many terms; one holds 448 times the block's scale, the remainder shrinks 16-fold per term
+    Effects: fills weight[:, :, columns : columns + bias_columns]; where the terms can't hold a block's bias, that block's scale is doubled
+        until they can and its payload is rounded again. Load time only
+    """
+    last = weight[..., -FP8_BLOCK:]
+    rows = weight.shape[1]
+    padded_rows = weight_scales.shape[1] * FP8_BLOCK
+    scale = weight_scales[:, :, -1]
+    limit = torch.nn.functional.pad(bias.float().abs(), (0, padded_rows - rows)).unflatten(1, (-1, FP8_BLOCK)).amax(-1)
+    reach = scale * (FP8_MAX * (bias_columns - 2))
+    growth = torch.exp2(torch.ceil(torch.log2((limit / reach).clamp(min=1.0))))
+    if bool((growth > 1).any()):
+        spread = growth.repeat_interleave(FP8_BLOCK, 1)[:, :rows, None]
+        last.copy_((last.float() / spread).to(last.dtype))
+        scale.mul_(growth)
+    rest = bias.float() / scale.repeat_interleave(FP8_BLOCK, 1)[:, :rows]
+    start = columns - weight.shape[2] + FP8_BLOCK
+    for term in range(bias_columns):
+        digit = rest.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        last[..., start + term] = digit
+        rest -= digit.float()
+
+
+def _dequant_weight(weight: Tensor, scales: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, scales.shape[0] * FP8_BLOCK - rows))
+    return fp8_dequant_blocks_ref(padded, scales, rows, columns)

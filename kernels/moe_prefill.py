@@ -1,0 +1,127 @@
+"""Row movement of the prefill MoE: permutation by expert, SwiGLU with re-quantisation, weighted combine with residual and next norm.
+
+The two grouped GEMMs between these passes are `gemm_fp8.grouped_gemm_fp8`. Biases are inside those GEMMs (`gemm_fp8.fold_bias`).
+Legend: T tokens, k experts_per_token, E local experts, M rows of the buffer, C hidden_size, I intermediate_size, P padded to 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.quantize import empty_fp8_rows
+from kernels.reference import combine_rows_ref, fp8_quant_rows_bias_ref, rms_norm_ref, swiglu_ref
+from kernels.router import Routing
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """FP8 rows sorted by expert, each expert starting at a multiple of `alignment`; rows between hold anything and are never read back.
+
+    Shapes: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32 group-major; ends [E] int32: one past each expert's last row
+    Shapes: rows [T, k] int32: where (token, choice) went, -1 if not local
+    """
+
+    q: Tensor
+    scales: Tensor
+    ends: Tensor
+    rows: Tensor
+    alignment: int
+
+
+def row_bound(num_tokens: int, experts_per_token: int, num_local_experts: int, alignment: int) -> int:
+    """Rows that hold any routing of `num_tokens` tokens: known on the host without reading the routing."""
+    filled = num_tokens * min(experts_per_token, num_local_experts)
+    rows = filled + min(num_local_experts, filled) * (alignment - 1)
+    return -(-rows // alignment) * alignment
+
+
+def permute_rows(q: Tensor, scales: Tensor, routing: Routing, *, alignment: int, first_expert: int = 0) -> ExpertRows:
+    """Copies each token's FP8 row to its experts' rows: quantised once, copied k times.
+
+    Shapes: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32
+    Returns: ExpertRows with M = row_bound(...)
+    Effects: capturable; no host sync
+    Source: `expert_rows_ref` (the order within an expert may differ)
+    """
+    tokens, top_k = routing.expert_ids.shape
+    experts = routing.counts.shape[0]
+    out_q, out_scales = empty_fp8_rows(row_bound(tokens, top_k, experts, alignment), q.shape[1], q.device)
+    if not q.is_cuda:
+        aligned = -(-routing.counts // alignment) * alignment
+        start = (torch.cumsum(aligned, 0) - aligned).int()
+        local = (routing.expert_ids - first_expert).clamp(0, experts - 1).long()
+        rows = torch.where(routing.ranks >= 0, start[local] + routing.ranks, -1).int()
+        token, choice = (rows >= 0).nonzero(as_tuple=True)
+        target = rows[token, choice].long()
+        out_q.view(torch.uint8)[target] = q.view(torch.uint8)[token]
+        out_scales[target] = scales[token]
+        return ExpertRows(out_q, out_scales, start + routing.counts, rows, alignment)
+    from kernels.triton_ops.moe_prefill import launch_permute_rows
+
+    ends = torch.empty(experts, dtype=torch.int32, device=q.device)
+    rows = torch.empty((tokens, top_k), dtype=torch.int32, device=q.device)
+    launch_permute_rows(
+        routing.expert_ids, routing.ranks, routing.counts, q, scales, rows, ends, out_q, out_scales, first_expert, alignment
+    )
+    return ExpertRows(out_q, out_scales, ends, rows, alignment)
+
+
+def swiglu_quantize(
+    gate_up: Tensor, expert_rows: ExpertRows, *, alpha: float = 1.702, limit: float = 7.0, bias_columns: int = 0
+) -> tuple[Tensor, Tensor]:
+    """SwiGLU over interleaved gate and up columns, then FP8.
+
+    Shapes: gate_up [M, 2I] bf16, bias inside
+    Returns: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32; rows past an expert's end hold anything
+    Effects: capturable; no host sync
+    Source: `swiglu_ref`, `fp8_quant_rows_bias_ref`
+    """
+    if not gate_up.is_cuda:
+        return fp8_quant_rows_bias_ref(swiglu_ref(gate_up.float(), alpha=alpha, limit=limit), bias_columns)
+    from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
+
+    q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device, bias_columns)
+    launch_swiglu_quantize(gate_up, expert_rows.ends, q, scales, alpha, limit, expert_rows.alignment, bias_columns)
+    return q, scales
+
+
+def combine_norm_quantize(
+    residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """residual += weighted sum of each token's k expert rows; then FP8 of the next layer's RMSNorm.
+
+    Shapes: residual [T, C] bf16; y [M, C] bf16, bias inside; rows [T, k] int32; expert_weights [T, k] fp32; norm_weight [C]
+    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32
+    Effects: residual updated in place; capturable; no host sync
+    Source: `combine_rows_ref`, `rms_norm_ref`, `fp8_quant_rows_bias_ref`
+    """
+    if not residual.is_cuda:
+        residual.copy_(residual.float() + combine_rows_ref(y, rows, expert_weights))
+        return fp8_quant_rows_bias_ref(rms_norm_ref(residual.float(), norm_weight, eps), 0)
+    from kernels.triton_ops.norm import launch_combine_norm_quantize
+
+    q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device)
+    if residual.shape[0]:
+        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, q, scales, eps, 0, add_residual=True)
+    return q, scales
+
+
+def combine(y: Tensor, rows: Tensor, expert_weights: Tensor) -> Tensor:
+    """Weighted sum of each token's expert rows alone: what the ranks of a group add up before the residual.
+
+    Shapes: y [M, C] bf16; rows [T, k] int32, -1 contributes nothing; expert_weights [T, k] fp32
+    Returns: [T, C] in y.dtype
+    Effects: capturable; no host sync
+    Source: `combine_rows_ref`
+    """
+    if not y.is_cuda:
+        return combine_rows_ref(y, rows, expert_weights).to(y.dtype)
+    from kernels.triton_ops.norm import launch_combine_norm_quantize
+
+    out = torch.empty((rows.shape[0], y.shape[1]), dtype=y.dtype, device=y.device)
+    if rows.shape[0]:
+        launch_combine_norm_quantize(out, y, rows, expert_weights, None, None, None, 0.0, 0, add_residual=False)
+    return out

@@ -1,0 +1,40 @@
+"""RMSNorm fused with the residual add before it and the FP8 quantisation after it.
+
+The bf16 residual stream is updated in place; what comes out is the next GEMM's FP8 input. Called by `model/`.
+Legend: T tokens, C hidden_size, P hidden_size padded to a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.errors import ShapeError
+from kernels.quantize import empty_fp8_rows
+from kernels.reference import fp8_quant_rows_bias_ref, rms_norm_ref
+
+
+def add_norm_quantize(
+    residual: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, delta_bias: Tensor | None = None, bias_columns: int = 0
+) -> tuple[Tensor, Tensor]:
+    """residual += delta + delta_bias; then FP8 of its RMSNorm.
+
+    Shapes: residual, delta [T, C] bf16 contiguous; weight, delta_bias [C] float
+    Units: bias_columns: padding columns of the result that hold exactly 1.0 (see `quantize_rows`)
+    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32; the norm reads the residual as rounded to its dtype
+    Effects: residual is updated when delta is given; capturable; no host sync
+    Raises: ShapeError
+    Source: `rms_norm_ref` then `fp8_quant_rows_bias_ref`
+    """
+    if delta is not None and delta.shape != residual.shape:
+        raise ShapeError(f"delta {tuple(delta.shape)} differs from residual {tuple(residual.shape)}")
+    q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device, bias_columns)
+    if not residual.is_cuda:
+        if delta is not None:
+            total = residual.float() + delta.float()
+            residual.copy_(total if delta_bias is None else total + delta_bias.float())
+        return fp8_quant_rows_bias_ref(rms_norm_ref(residual.float(), weight, eps), bias_columns)
+    from kernels.triton_ops.norm import launch_add_norm_quantize
+
+    if residual.shape[0]:
+        launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, eps, bias_columns)
+    return q, scales

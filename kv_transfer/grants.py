@@ -1,0 +1,133 @@
+"""Which blocks of one decode rank may be written by which transfer right now, and the one place where received bytes enter the pools.
+
+Knows block ids, epochs and byte counts; no sockets, no leases (the decode leader's ledger has those). Used by the receiver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.errors import KVTransferError
+from common.proto import worker_pb2
+from kv_transfer.pool_view import PoolView, rows
+from kv_transfer.transports.tcp_wire import PushHeader, Status
+
+
+class BlockMap:
+    """Logical -> physical blocks of one layer kind in one reservation, checked against what the prompt hands over.
+
+    Raises: KVTransferError if blocks are missing or repeated
+    """
+
+    def __init__(self, lists: Sequence[worker_pb2.BlockList], first_logical: int, count: int, *, sliding: bool):
+        name = "sliding" if sliding else "full"
+        chosen = [blocks for blocks in lists if blocks.sliding == sliding]
+        if len(chosen) > 1:
+            raise KVTransferError(f"{len(chosen)} lists of {name} blocks in one grant, expected one")
+        listed = chosen[0] if chosen else worker_pb2.BlockList(sliding=sliding, first_logical=first_logical)
+        self.first_logical = listed.first_logical
+        self.ids = np.array(listed.block_ids, np.int64)
+        self.epochs = np.array(listed.epochs, np.int64)
+        num_different = len(np.unique(self.ids))
+        if not len(self.ids) == len(self.epochs) == num_different:
+            raise KVTransferError(f"{name} blocks of a grant: {len(self.ids)} ids ({num_different} different), {len(self.epochs)} epochs")
+        if count and not self.first_logical <= first_logical <= first_logical + count <= self.first_logical + len(self.ids):
+            raise KVTransferError(
+                f"{name} blocks of a grant are {self.first_logical} to {self.first_logical + len(self.ids)}, "
+                f"the prompt hands over {first_logical} to {first_logical + count}"
+            )
+
+    def part(self, first_logical: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns: (ids, epochs) of `count` blocks from `first_logical` on; fewer where the map ends"""
+        begin = first_logical - self.first_logical
+        return (self.ids[begin : begin + count], self.epochs[begin : begin + count]) if begin >= 0 else (self.ids[:0], self.epochs[:0])
+
+
+class Grant:
+    """What one transfer may write on this rank."""
+
+    def __init__(self, view: PoolView, blocks: Sequence[worker_pb2.BlockList], num_tokens: int):
+        self.num_tokens = num_tokens
+        self.maps = {}
+        for sliding in (False, True):
+            wanted = view.geometry.handover_blocks(num_tokens, sliding=sliding) if view.pool(sliding=sliding).shape[0] else (0, 0)
+            self.maps[sliding] = BlockMap(blocks, *wanted, sliding=sliding)
+            num_blocks = view.pool(sliding=sliding).shape[1]
+            if (self.maps[sliding].ids >= num_blocks).any():
+                raise KVTransferError(f"a granted block is not in a pool of {num_blocks} blocks")
+        self.head_bytes = [0] * view.heads.count  # received, per local head
+        self.lock = threading.Lock()
+        self.is_revoked = False
+
+
+class GrantTable:
+    """All grants of one rank. Thread-safe: a write and the revocation of its grant exclude each other."""
+
+    def __init__(self, view: PoolView, incarnation: int):
+        self._view = view
+        self._incarnation = incarnation
+        self._grants: dict[int, Grant] = {}
+
+    def add(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int) -> None:
+        if transfer_id in self._grants:
+            raise KVTransferError(f"transfer {transfer_id:x} has a grant already")
+        self._grants[transfer_id] = Grant(self._view, blocks, num_tokens)
+
+    def get(self, transfer_id: int) -> Grant:
+        """Raises: KVTransferError if there is none"""
+        grant = self._grants.get(transfer_id)
+        if grant is None:
+            raise KVTransferError(f"transfer {transfer_id:x} has no grant on this rank")
+        return grant
+
+    def revoke(self, transfer_id: int) -> None:
+        """Effects: waits for the one copy that may be under way; later writes of this transfer are refused"""
+        grant = self._grants.pop(transfer_id, None)
+        if grant is not None:
+            with grant.lock:
+                grant.is_revoked = True
+
+    def write(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: memoryview) -> Status:
+        """Checks a received message against its grant and, only if all fits, copies the payload into the pool.
+
+        Returns: OK, or why nothing was written
+        """
+        grant = self._grants.get(header.transfer_id)
+        if grant is None:
+            return Status.UNKNOWN_TRANSFER
+        status = self._check(grant, header, ids, epochs, len(payload))
+        if status is not Status.OK:
+            return status
+        head = header.first_head - self._view.heads.start
+        target = rows(self._view.layer(header.layer), head, header.num_heads, header.begin, header.end)
+        with grant.lock:
+            if grant.is_revoked:
+                return Status.UNKNOWN_TRANSFER
+            target[ids] = np.frombuffer(payload, target.dtype).reshape(-1, *target.shape[1:])
+            for i in range(head, head + header.num_heads):
+                grant.head_bytes[i] += len(payload) // header.num_heads
+        return Status.OK
+
+    def _check(self, grant: Grant, h: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload_bytes: int) -> Status:
+        g, heads = self._view.geometry, self._view.heads
+        if h.incarnation != self._incarnation:
+            return Status.WRONG_INCARNATION
+        if h.layer >= g.num_layers:
+            return Status.BAD_LAYER
+        if h.num_heads < 1 or h.first_head < heads.start or h.first_head + h.num_heads > heads.start + heads.count:
+            return Status.BAD_HEADS
+        last_token = (h.first_logical + h.num_blocks - 1) * g.block_size_tokens + h.end
+        if not 0 <= h.begin < h.end <= g.block_size_tokens or last_token > grant.num_tokens:
+            return Status.BAD_RANGE
+        granted_ids, granted_epochs = grant.maps[g.sliding[h.layer]].part(h.first_logical, h.num_blocks)
+        if len(ids) != h.num_blocks or not np.array_equal(ids, granted_ids):
+            return Status.BLOCK_NOT_GRANTED
+        if not np.array_equal(epochs, granted_epochs):
+            return Status.WRONG_EPOCH
+        token_bytes = g.head_block_bytes // g.block_size_tokens
+        if not payload_bytes == h.payload_bytes == h.num_blocks * 2 * h.num_heads * (h.end - h.begin) * token_bytes:
+            return Status.BAD_LENGTH
+        return Status.OK

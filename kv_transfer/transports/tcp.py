@@ -1,0 +1,196 @@
+"""TCP: the prefill rank's end. Sends pushes as authenticated messages of about a MiB with a window of unacknowledged ones.
+
+Checked by the receiver: after a revoke nothing more lands, whatever this side still sends. Wire format: tcp_wire.py; other end:
+tcp_server.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import select
+import socket
+import time
+from collections import deque
+
+import numpy as np
+
+from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferTimeout
+from kv_transfer.pool_view import row_index, rows
+from kv_transfer.push import Push, Span
+from kv_transfer.transports import tcp_wire as wire
+from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.tcp_wire import PushHeader, Status
+
+_WINDOW_MESSAGES = 8
+_SLICE_S = 0.1  # how often a wait looks at its deadline
+_CONNECT_TIMEOUT_S = 5.0
+
+_REFUSALS: dict[Status, tuple[type[KVTransferError], str]] = {
+    Status.UNKNOWN_TRANSFER: (KVTransferError, "the transfer was revoked or never granted"),
+    Status.WRONG_INCARNATION: (PeerLost, "the decode group was replaced"),
+    Status.BAD_LAYER: (LayoutMismatch, "no such layer there"),
+    Status.BAD_HEADS: (LayoutMismatch, "those heads are not held there"),
+    Status.BAD_RANGE: (LayoutMismatch, "tokens outside of the prompt that was granted"),
+    Status.BLOCK_NOT_GRANTED: (KVTransferError, "a block was not granted to this transfer"),
+    Status.WRONG_EPOCH: (KVTransferError, "a block has been handed out again since"),
+    Status.BAD_LENGTH: (LayoutMismatch, "the payload has not the length that its header implies"),
+}
+
+
+def describe(host: str, port: int) -> bytes:
+    return json.dumps({"host": host, "port": port}).encode()
+
+
+class TcpLink:
+    """One connection to one decode rank.
+
+    Units: io_timeout_s: longest wait without progress
+    Raises: PeerLost if it can't be reached or was replaced; TransferTimeout; KVTransferError if the key differs
+    """
+
+    transport = "tcp"
+
+    def __init__(self, detail: bytes, target: Target, *, key: bytes, io_timeout_s: float, deadline: Deadline):
+        try:
+            facts = json.loads(detail)
+            address = (str(facts["host"]), int(facts["port"]))
+        except (ValueError, KeyError, TypeError) as exc:
+            raise KVTransferError(f"tcp endpoint of decode rank {target.rank} makes no sense: {exc}") from exc
+        self._name = f"decode rank {target.rank} at {address[0]}:{address[1]}"
+        self._io_timeout_s = io_timeout_s
+        self._unacknowledged: deque[int] = deque()
+        self._sequence = 0
+        self._sock = self._connect(address, deadline)
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sock.settimeout(_SLICE_S)
+            self._session = self._handshake(key, target, deadline)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def write(self, push: Push, deadline: Deadline) -> None:
+        for span in push.spans:
+            per_block = push.token_bytes * (span.end - span.begin)
+            step = min(wire.MAX_BLOCKS, max(1, wire.MAX_PAYLOAD_BYTES // per_block))
+            for i in range(0, span.count, step):
+                part = Span(span.first_logical + i, min(step, span.count - i), span.begin, span.end)
+                while len(self._unacknowledged) >= _WINDOW_MESSAGES or self._has_reply():
+                    self._take_reply(deadline)
+                self._send_span(push, part, deadline)
+
+    def flush(self, deadline: Deadline) -> None:
+        while self._unacknowledged:
+            self._take_reply(deadline)
+
+    def is_lost(self) -> bool:
+        try:
+            return not self._unacknowledged and self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def settle(self) -> bool:
+        return True  # what is still on its way is refused by the receiver once the grant is revoked
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _connect(self, address: tuple[str, int], deadline: Deadline) -> socket.socket:
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, protocol)
+        except OSError as exc:
+            raise PeerLost(f"can't connect to {self._name}: {exc}") from exc
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(place)
+            writable = select.poll()
+            writable.register(sock, select.POLLOUT)
+            give_up = Deadline(_CONNECT_TIMEOUT_S)
+            while code == errno.EINPROGRESS:
+                deadline.check(f"connecting to {self._name}")
+                give_up.check(f"connecting to {self._name}")
+                if writable.poll(1000 * _SLICE_S):
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    break
+            if code:
+                raise PeerLost(f"can't connect to {self._name}: {os.strerror(code)}")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _handshake(self, key: bytes, target: Target, deadline: Deadline) -> bytes:
+        nonce, incarnation = wire.decode_hello(self._receive(wire.HELLO.size, deadline))
+        if incarnation != target.incarnation:
+            raise PeerLost(f"{self._name} was replaced: incarnation {incarnation:x}, expected {target.incarnation:x}")
+        own_nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        session = wire.session_key(key, nonce, own_nonce, incarnation)
+        self._send(wire.encode_join(own_nonce, session), deadline)
+        try:
+            answer = self._receive(wire.REPLY.size + wire.MAC_BYTES, deadline)
+        except PeerLost as exc:
+            raise KVTransferError(f"{self._name} hung up on the handshake; do both sides share cluster.key_file?") from exc
+        wire.decode_reply(session, answer, 0)
+        return session
+
+    def _send_span(self, push: Push, span: Span, deadline: Deadline) -> None:
+        part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
+        source = rows(push.source, push.source_head, push.num_heads, span.begin, span.end)
+        payload = np.ascontiguousarray(source[row_index(push.source_ids[part])])
+        self._sequence += 1
+        header = PushHeader(
+            push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
+            span.begin, span.end, push.first_head, push.num_heads, payload.nbytes,
+        )  # fmt: skip
+        self._send(wire.encode_push(self._session, self._sequence, header, push.target_ids[part], push.target_epochs[part]), deadline)
+        self._send(payload.reshape(-1).view(np.uint8).data, deadline)
+        self._unacknowledged.append(self._sequence)
+
+    def _has_reply(self) -> bool:
+        """A refusal that is here already should be noticed now, not when the window is full."""
+        try:
+            return bool(self._unacknowledged) and bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+    def _take_reply(self, deadline: Deadline) -> None:
+        sequence = self._unacknowledged.popleft()
+        status = wire.decode_reply(self._session, self._receive(wire.REPLY.size + wire.MAC_BYTES, deadline), sequence)
+        if status is not Status.OK:
+            error, reason = _REFUSALS[status]
+            raise error(f"{self._name} refused a write: {reason} ({status.name})")
+
+    def _send(self, data: bytes | memoryview, deadline: Deadline) -> None:
+        view = memoryview(data)
+        while view:
+            sent = self._progress(lambda left=view: self._sock.send(left), deadline)
+            view = view[sent:]
+
+    def _receive(self, nbytes: int, deadline: Deadline) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            missing = nbytes - len(data)
+            piece = self._progress(lambda n=missing: self._sock.recv(n), deadline)
+            if not piece:
+                raise PeerLost(f"{self._name} closed the connection")
+            data += piece
+        return bytes(data)
+
+    def _progress(self, operation, deadline: Deadline):
+        """Repeats a socket call that may time out until it moves a byte or the time is up."""
+        stalled_at = time.monotonic() + self._io_timeout_s
+        while True:
+            deadline.check(f"waiting for {self._name}")
+            try:
+                return operation()
+            except TimeoutError:
+                if time.monotonic() > stalled_at:
+                    raise TransferTimeout(f"{self._name} has taken nothing for {self._io_timeout_s} s") from None
+            except OSError as exc:
+                raise PeerLost(f"lost {self._name}: {exc}") from exc

@@ -1,0 +1,132 @@
+"""One rank process of a prefill group: joins its group, loads its weights, makes its pools, runs its loop.
+
+A plain class: the cluster wraps it in a Ray actor, tests run it in a process of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from common.kv_layout import KVGeometry
+from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+from common.rank_spec import RankSpec
+from common.token_bytes import TokenBytes
+from kv_transfer.pool_view import PoolView
+from kv_transfer.sender import Sender
+from model.build import BuildModel, build_model
+from model.group import RankWatch
+from model.kv_cache import KVCache
+from model.rank_life import RankLife
+from model.rank_start import StartedRank, start_rank
+from prefill_worker.engine import PrefillEngine, ShutDown
+from prefill_worker.executor import PrefillExecutor
+from prefill_worker.follower import follow
+from prefill_worker.report import PushReporter
+from prefill_worker.scheduler import PrefillScheduler, sliding_blocks_for
+from prefill_worker.service import PrefillFacts, PrefillService
+
+logger = logging.getLogger(__name__)
+_PUSHES_AHEAD = 8  # prompts whose hand-over may be under way while the next one computes
+_PROMPTS_KEPT = 4
+_GRACE_S = 0.2
+
+
+class PrefillRank:
+    """`build` makes the forward pass; tests hand in another."""
+
+    def __init__(self, spec: RankSpec, build: BuildModel = build_model):
+        self.spec = spec
+        self._build = build
+        self._life = RankLife()
+        self._engine: PrefillEngine | None = None
+
+    def start(self) -> types_pb2.GroupDescription | None:
+        """Returns once this rank serves: the group's description on rank 0, None on the others.
+
+        Raises: ServingError; then nothing runs
+        """
+        started = start_rank(self.spec, self._build, self._sliding_blocks, _PROMPTS_KEPT)
+        try:
+            return self._lead(started) if started.server is not None else self._follow(started)
+        except BaseException:
+            started.close()
+            raise
+
+    def stop(self) -> None:
+        """Asks the group to end; only rank 0's call counts, the others end with it. Returns at once."""
+        if self._engine is not None:
+            self._engine.commands.put(ShutDown())
+
+    def alive(self) -> bool:
+        return self._life.alive()
+
+    def wait_ended(self, timeout_s: float | None = None) -> str:
+        """Blocks until the rank's loop has ended. Returns: why, empty if it was stopped"""
+        return self._life.wait_ended(timeout_s)
+
+    def _sliding_blocks(self, geometry: KVGeometry, max_len: int) -> int:
+        return sliding_blocks_for(geometry, min(self.spec.chunk_tokens, max_len), _PUSHES_AHEAD)
+
+    def _executor(self, started: StartedRank, report) -> PrefillExecutor:
+        spec, geometry, facts = self.spec, started.geometry, started.facts
+        kv = KVCache(geometry, spec.tp, spec.rank, facts.full_blocks, facts.sliding_blocks, spec.device)
+        view = PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank)
+        sender = Sender(view, key=spec.key, rank=spec.rank, preference=spec.transport, io_timeout_s=spec.lease_s)
+        return PrefillExecutor(started.built.model, kv, sender, spec.rank, spec.device, report)
+
+    def _lead(self, started: StartedRank) -> types_pb2.GroupDescription:
+        spec, server, facts = self.spec, started.server, started.facts
+        services: list[PrefillService] = []
+
+        def report(report: worker_pb2.PushReport) -> None:
+            server.loop.call_soon_threadsafe(services[0].take_report, report)
+
+        executor = self._executor(started, report)
+        chunk_tokens = min(spec.chunk_tokens, started.max_len)
+        scheduler = PrefillScheduler(started.geometry, facts.full_blocks, facts.sliding_blocks, chunk_tokens)
+        engine = self._engine = PrefillEngine(scheduler, executor, started.links.leader)
+        description = started.describe(types_pb2.ROLE_PREFILL, ["shm", "tcp"] if spec.transport == "auto" else [spec.transport])
+        service_facts = PrefillFacts(
+            description=description,
+            geometry=started.geometry,
+            vocab_size=started.built.config.vocab_size,
+            eos_token_ids=frozenset(started.built.config.eos_token_ids),
+            token_bytes=TokenBytes(Path(spec.vocab)).of if spec.vocab else None,
+            key=spec.key,
+            lease_s=spec.lease_s,
+        )
+
+        def register(grpc_server) -> None:
+            services.append(PrefillService(engine, service_facts))
+            worker_pb2_grpc.add_PrefillGroupServicer_to_server(services[0], grpc_server)
+
+        server.serve(register)
+        watch = self._watch(started)
+
+        def clean_up() -> None:
+            watch.stop()
+            executor.close()
+            server.call(services[0].close())
+            server.stop(_GRACE_S)
+            started.links.close()
+
+        self._life.start(engine.run, clean_up)
+        logger.info("prefill group %s serves at %s", spec.group, server.address)
+        return description
+
+    def _follow(self, started: StartedRank) -> None:
+        reporter = PushReporter(started.facts.leader_address)
+        executor = self._executor(started, reporter.send)
+        watch = self._watch(started)
+
+        def clean_up() -> None:
+            watch.stop()
+            executor.close()
+            reporter.close()
+            started.links.close()
+
+        self._life.start(lambda: follow(started.links.follower, executor), clean_up)
+
+    def _watch(self, started: StartedRank) -> RankWatch:
+        return RankWatch(list(started.facts.ranks), self.spec.rank, lambda rank: self._life.fail(f"rank {rank} of the group died"))

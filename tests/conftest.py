@@ -1,0 +1,21 @@
+"""Settings that every test shares: torch uses one thread, here and in processes that tests start, and starts from one seed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "torch" in sys.modules:  # tests without tensors don't pay for its import
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_in_any_order() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -1,0 +1,120 @@
+"""/v1/responses: items in, items out; the stream's events add up to the whole answer, and the real client reads both."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from frontend.harmony.format import HarmonyFormat
+from tests.frontend.support.fake_router import Script
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
+CALL = (
+    "<|channel|>analysis<|message|>look<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see<|end|>"
+    '<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{"city":"Ulm"}<|call|>'
+)
+ANSWER = "<|channel|>analysis<|message|>think 🍎<|end|><|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>"
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    parsed = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+    return parsed
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id", "created_at")}
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("text", [CALL, ANSWER, "I can’t.<|end|>", "<|channel|>analysis<|message|>hm<|return|>"])
+@pytest.mark.parametrize("chunk", [1, 7])
+async def test_stream_and_whole_answer_agree(start, ids_of, text: str, chunk: int):
+    stack = await start(Script(ids_of(text), chunk=chunk))
+    request = {"model": "gpt-oss-20b", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
+    whole = (await stack.http.post("/v1/responses", json=request)).json()
+    stream = events((await stack.http.post("/v1/responses", json=request | {"stream": True})).text)
+    assert stream[-1]["type"] == "response.completed"
+    assert without_ids(stream[-1]["response"]) == without_ids(whole)
+    deltas: dict[int, str] = {}
+    for event in stream:
+        if event["type"].endswith(".delta"):
+            deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
+    said = [item.get("arguments") or item["content"][0]["text"] for item in whole["output"]]
+    assert list(deltas.values()) == said
+
+
+async def test_tool_loop_with_the_real_client(start, ids_of, harmony: HarmonyFormat):
+    stack = await start(lambda request, index: Script(ids_of([CALL, ANSWER][len(stack.router.requests) - 1])))
+    first = await stack.openai.responses.create(model="gpt-oss-20b", input="weather?", tools=[TOOL], instructions="Be brief.")
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[-1]
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Ulm"})
+    items: list[Any] = [{"role": "user", "content": "weather?"}, *[item.model_dump(exclude_none=True) for item in first.output]]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    async with stack.openai.responses.stream(model="gpt-oss-20b", input=items, tools=[TOOL]) as running:
+        last = await running.get_final_response()
+    assert last.output_text == "It is sunny."
+    assert last.usage.output_tokens_details.reasoning_tokens == 3
+    prompt = b"".join(harmony.token_bytes(i) for i in stack.router.requests[-1].tokenized.input_ids).decode()
+    assert prompt.endswith(
+        "assistantanalysislook"
+        "assistantcommentaryLet me see"
+        'assistant to=functions.get_weathercommentary json{"city":"Ulm"}'
+        "functions.get_weather to=assistantcommentarysunny"
+        "assistant"
+    )
+
+
+async def test_a_cut_answer_is_incomplete(start, ids_of):
+    stack = await start(Script(ids_of(ANSWER)))
+    answer = await stack.openai.responses.create(model="gpt-oss-20b", input="hi", max_output_tokens=12)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_failure_in_the_stream_is_a_failed_response(start, ids_of):
+    stack = await start(Script(ids_of(ANSWER), error=(grpc.StatusCode.UNAVAILABLE, "group lost"), fails_after=6))
+    stream = events((await stack.http.post("/v1/responses", json={"model": "gpt-oss-20b", "input": "hi", "stream": True})).text)
+    assert stream[-1]["type"] == "response.failed"
+    assert "group lost" in stream[-1]["response"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].content"),
+        ({"input": []}, "messages"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"frobnicate": 1}, "frobnicate"),
+    ],
+    ids=str,
+)
+async def test_wrong_fields_are_refused_by_name(start, fields: dict[str, Any], param: str):
+    stack = await start()
+    response = await stack.http.post("/v1/responses", json={"model": "gpt-oss-20b", "input": "hi", **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

@@ -1,0 +1,1 @@
+"""Shared by the frontend's tests: sequences to parse, oracles, fakes of the router."""
