@@ -82,6 +82,7 @@ def free_memory() -> None:
 
 def run_checks(report: Report) -> None:
     for name, check in CHECKS.items():
+
         def one(name=name, check=check):
             report.line(f"ok     {name}: {check()}")
 
@@ -123,6 +124,7 @@ def time_model(report: Report, name: str, cases: list[tuple[int, int]], steps: i
     weights = random_weights(config)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     for rows, context in cases:
+
         def one(rows=rows, context=context):
             decode = random_decode(config, weights, rows, context)
             times = step_times(decode, rows, steps)
@@ -179,9 +181,7 @@ def main() -> None:
         run_checks(report)
     if args.time:
         report.section("attention", lambda: print_rows(report, "attention", attention_rows()))
-        cases = {
-            name: [(rows, context) for model, rows, context in TARGETS if model == name] for name in args.models.split(",")
-        }
+        cases = {name: [(rows, context) for model, rows, context in TARGETS if model == name] for name in args.models.split(",")}
         for name, wanted in cases.items():
             report.section(name, lambda name=name, wanted=wanted: time_model(report, name, wanted, args.steps))
     report.save()

@@ -14,11 +14,12 @@ from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, random_d
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import cuda_library, decode_fused
 from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding, launch_full, num_chunks
-from kernels.moe_decode import ExpertWeights, launch_down, launch_gate_up, pack_mxfp4
+from kernels.moe_decode import ExpertWeights, launch_experts, pack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref, paged_attention_ref, rms_norm_ref, route_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_ref, sample_tokens
 
 ALPHA, LIMIT = 1.702, 7.0
+EXPERT_VARIANTS = (0, 1, 2, 3, 4)
 BATCHES = (1, 2, 3, 7, 8, 33, 128)
 
 
@@ -52,11 +53,11 @@ def _moe(experts: int, batches: tuple[int, ...]) -> str:
             ids = torch.where(ids == 5, -1, ids)
         flat = ids.reshape(-1, 1).long()
         want = experts_ref(x.float().repeat_interleave(4, 0), flat, torch.ones(flat.shape, device="cuda"), *plain).view(batch, 4, -1)
-        outputs = []
-        for variant in range(4):
+        outputs, arrived = [], torch.zeros(2, dtype=torch.int32, device="cuda")
+        for variant in EXPERT_VARIANTS:
             hidden, out = nans(batch * 4, 2880), nans(batch, 4, 2880)
-            launch_gate_up(x, ids, weights, hidden, alpha=ALPHA, limit=LIMIT, variant=variant)
-            launch_down(hidden, ids, weights, out, variant=variant)
+            launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, variant=variant)
+            assert not arrived.any(), "the kernel left its counters raised"
             local = ids >= 0
             assert out[~local].isnan().all(), "rows without an expert were written"
             worst.append(errors(out[local], want[local], f"E{experts} B{batch} variant {variant}", 2e-2, 4e-3))
@@ -123,9 +124,7 @@ def check_route_and_combine() -> str:
         assert not arrived.any()
         pairs, residual = randn(batch, 4, 2880), randn(batch, 2880)
         want = residual.float() + torch.where(live[:, None], (pairs.float() * weights[..., None]).sum(1), 0.0)
-        decode_fused.combine_norm(
-            pairs, ids, weights, residual, norm, eps=1e-5, first_expert=0, num_local_experts=experts, normed=normed
-        )
+        decode_fused.combine_norm(pairs, ids, weights, residual, norm, eps=1e-5, first_expert=0, num_local_experts=experts, normed=normed)
         errors(residual, want, "combine", 1e-2, 4e-3)
         errors(normed, rms_norm_ref(residual, norm, 1e-5), "norm after combine", 1e-2, 2e-3)
     return "ids exact, ties and padding right"
@@ -179,7 +178,7 @@ def check_full_attention() -> str:
         want = _reference(q, pool, table, starts, seq_lens, sink, None).masked_fill((seq_lens == 0)[:, None, None], 0.0)
         workspace = SplitWorkspace.allocate(len(lens), 8, sum(lens), "cuda")
         workspace.cu_chunks[: len(lens) + 1] = torch.tensor([0, *map(num_chunks, lens)], device="cuda").cumsum(0)
-        for variant in range(3):
+        for variant in range(4):
             out = nans(*q.shape)
             launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
             lines.append(errors(out, want, f"full {lens[:4]} variant {variant}", 1e-2, 5e-3))

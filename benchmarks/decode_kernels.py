@@ -14,12 +14,13 @@ import torch
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled_table
 from kernels import decode_fused
 from kernels.attention_decode import SplitWorkspace, launch_full, launch_sliding, num_chunks
-from kernels.moe_decode import launch_down, launch_gate_up
+from kernels.moe_decode import launch_experts
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
 from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
 
 COPY_GBPS = 4300.0
+EXPERT_VARIANTS = (0, 1, 2, 3, 4, 8, 9, 10)  # 8 leaves out the 4-bit decoder, 9 and 10 all arithmetic
 Row = tuple[str, int, float, float]
 
 
@@ -56,22 +57,14 @@ def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Ite
     ids = random_choices(len(layers), batch, config)
     hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(layers)
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
-
-    def gate_up(i, variant):
-        launch_gate_up(x, ids[i], layers[i].experts, hidden, alpha=1.702, limit=7.0, variant=variant)
-
-    def down(i, variant):
-        launch_down(hidden, ids[i], layers[i].experts, out, variant=variant)
+    arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def both(i, variant):
-        gate_up(i, variant)
-        down(i, variant)
+        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0, variant=variant)
 
-    nbytes = hit * 360 * 90 * 272
-    for variant in range(4):
-        for name, run, size in (("gate_up", gate_up, nbytes), ("down", down, nbytes / 2), ("both", both, nbytes * 1.5)):
-            us = graph_us([partial(run, i, variant) for i in range(len(layers))])
-            yield f"{name} v{variant} ({hit:.1f} experts)", batch, us, size
+    for variant in EXPERT_VARIANTS:
+        us = graph_us([partial(both, i, variant) for i in range(len(layers))])
+        yield f"both v{variant} ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
 
 
 def dense_rows(config: ModelConfig, weights: DecodeWeights) -> Iterator[Row]:
@@ -141,7 +134,8 @@ def attention_rows() -> Iterator[Row]:
         yield from _attention_case(batch, context)
 
 
-def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
+def full_case(batch: int, context: int, layers: int = 8):
+    """A launch of full attention over pool i in a variant, and its operands."""
     blocks = context // BLOCK_SIZE
     pools = [randn(batch * blocks, 2, 8, BLOCK_SIZE, 64) for _ in range(max(1, min(layers, 8 * 8192 * 32 // (batch * context))))]
     q, out, sink = randn(batch, 64, 64), randn(batch, 64, 64), randn(64, dtype=torch.float32)
@@ -153,7 +147,12 @@ def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
         pool = pools[i % len(pools)]
         launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
 
-    for variant in range(3):
+    return full, (q, out, sink, lens, table, pools)
+
+
+def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
+    full, (q, out, sink, lens, table, pools) = full_case(batch, context, layers)
+    for variant in range(4):
         us = graph_us([partial(full, i, variant) for i in range(layers)])
         yield f"full v{variant} context {context}", batch, us, batch * context * 2048
     if context == 8192:

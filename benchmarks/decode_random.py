@@ -22,7 +22,7 @@ def randn(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def packed_experts(experts: int, rows: int, columns: int) -> Tensor:
-    """Random 4-bit weights [E, rows / 16, columns / 32, 272] uint8 in the decode layout."""
+    """Random 4-bit weights [E, rows / 32, columns / 32, 544] uint8 in the decode layout."""
     packed = torch.empty(experts, rows // UNIT_ROWS, columns // 32, UNIT_BYTES, dtype=torch.uint8, device="cuda")
     packed.view(-1).view(torch.int32).random_(-(2**31), 2**31)
     packed[..., CODE_BYTES:] = torch.randint(*SCALE_BYTES, (*packed.shape[:3], UNIT_BYTES - CODE_BYTES), dtype=torch.uint8, device="cuda")

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,25 +37,28 @@ GRAPH_TOKENS = 2048
 RUNS = 7
 # ms: floor, vLLM 0.24 on the same GPU, goal, prediction of this version
 TARGETS = {
-    ("120b", 1024): (28, 62.6, 38, 40), ("120b", 4096): (36, 111, None, 66), ("120b", 8192): (60, 199, 100, 108),
-    ("120b", 32768): (390, 903, 560, 590), ("20b", 1024): (6, 38.7, 16, 9.5), ("20b", 4096): (20, 60.4, None, 28),
-    ("20b", 8192): (40, 116, 65, 64), ("20b", 32768): (260, 586, None, 385),
+    ("120b", 1024): (28, 62.6, 38, 40.5), ("120b", 4096): (36, 111, None, 64), ("120b", 8192): (60, 199, 100, 114),
+    ("120b", 32768): (390, 903, 560, 610), ("20b", 1024): (6, 38.7, 16, 11.5), ("20b", 4096): (20, 60.4, None, 33),
+    ("20b", 8192): (40, 116, 65, 68), ("20b", 32768): (260, 586, None, 390),
 }  # fmt: skip
 # kernel-name pattern -> row of the breakdown, and its prediction in ms for 120b at 8,192 tokens
 BREAKDOWN = (
-    (r"sm90_fp8_gemm.*\b5760\D", "gate_up gemm", 38.0),
+    (r"sm90_fp8_gemm.*\b5760\D", "gate_up gemm", 37.0),
     (r"sm90_fp8_gemm.*\b2880\D+2944", "down gemm", 19.5),
-    (r"sm90_fp8_gemm.*\b5120\D", "qkv gemm", 6.7),
-    (r"sm90_fp8_gemm.*\b2880\D+4096", "o gemm", 5.2),
-    (r"BatchPrefill", "attention sliding", 3.6),
-    (r"PrefillWithKVCacheKernel", "attention full", 22.0),
-    (r"_swiglu_quantize", "swiglu_quantize", 4.4),
+    (r"sm90_fp8_gemm.*\b5120\D", "qkv gemm", 6.8),
+    (r"sm90_fp8_gemm.*\b2880\D+4096", "o gemm", 5.5),
+    (r"PrefillWithKVCacheKernel.*SparseCollective", "attention full, paged", 0.2),
+    (r"PrefillWithKVCacheKernel", "attention full, rows", 20.0),
+    (r"_window_attention", "attention sliding, rows", 1.9),
+    (r"BatchPrefill", "attention sliding, paged", 0.0),
+    (r"_swiglu_quantize", "swiglu_quantize", 6.0),
     (r"_combine_norm", "combine_norm_quantize", 2.8),
     (r"_add_norm", "add_norm_quantize", 1.5),
-    (r"_rope_write", "rope_write_kv", 1.6),
-    (r"_permute_rows", "permute_rows", 1.4),
-    (r"_quantize_rows", "quantize_rows", 0.95),
-    (r"_route", "route", 0.8),
+    (r"_rope_write", "rope_write_kv", 1.9),
+    (r"_permute_rows", "permute_rows", 1.5),
+    (r"_quantize_rows", "quantize_rows", 0.9),
+    (r"_choose", "router choice", 0.4),
+    (r"nvjet|gemm|cutlass.*Kernel", "router gemm and logits", 1.5),
 )
 
 
@@ -130,67 +134,150 @@ def time_kernels(report: Report, model: str, tokens: int) -> None:
         report.say(f"  {name:44s} {floor:8.1f} {measured:8.1f} {floor / measured:6.2f}")
 
 
-def time_model(report: Report, model: str, lengths: list[int], unique_layers: int | None, commit: str) -> None:
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a length: what is compared in one run."""
+
+    name: str
+    contiguous: bool = True
+    graph: bool = False
+    pdl: bool = False
+    predicted: str = ""
+
+
+BASE = Variant("as served")
+AB_8192 = (
+    Variant("keys from the pool", contiguous=False, predicted="+6 ms"),
+    Variant("one CUDA graph", graph=True, predicted="-2 ms"),
+    Variant("DeepGEMM's programmatic launch switched over", pdl=True, predicted="-0.5 ms"),
+)
+AB_1024 = (
+    Variant("keys from the pool", graph=True, contiguous=False, predicted="+3 ms"),
+    Variant("DeepGEMM's programmatic launch switched over", graph=True, pdl=True, predicted="-0.4 ms"),
+)
+
+
+def time_model(report: Report, model: str, lengths: list[int], unique_layers: int | None, commit: str, projections: str) -> None:
     config = gpt_oss_config(model)
-    weights = RandomWeights(config, "cuda", 1).model(unique_layers)
+    weights = RandomWeights(config, "cuda", 1).model(unique_layers, projections)
     torch.cuda.empty_cache()
-    prefill = CudaPrefill(config, weights, LocalGroup(), block_size=BLOCK_SIZE, device="cuda", max_positions=max(lengths))
-    report.say(f"\n{model}: {torch.cuda.memory_allocated() / 1e9:.1f} GB of weights, {unique_layers or config.num_layers} distinct layers")
+    options = {"block_size": BLOCK_SIZE, "device": "cuda", "max_positions": max(lengths)}
+    prefills = {rows: CudaPrefill(config, weights, LocalGroup(), contiguous=rows, **options) for rows in (True, False)}
+    report.say(
+        f"\n{model}, projections {projections}: {torch.cuda.memory_allocated() / 1e9:.1f} GB of weights,"
+        f" {unique_layers or config.num_layers} distinct layers"
+    )
     report.say("  tokens   median     min      max   ms | floor peer goal predicted | tok/s")
     for tokens in lengths:
-        report.section(f"{model} {tokens}", lambda tokens=tokens: _time_length(report, prefill, model, tokens, unique_layers, commit))
+        served = replace(BASE, graph=tokens <= GRAPH_TOKENS)
+        for variant in (served, *(AB_1024 if tokens == 1024 else AB_8192 if tokens == 8192 else ())):
+            if projections != "fp8" and variant is not served:
+                continue
+            report.section(
+                f"{model} {tokens} {variant.name}",
+                lambda t=tokens, v=variant: _time_length(report, prefills[v.contiguous], model, t, unique_layers, commit, v, projections),
+            )
 
 
-def _time_length(report: Report, prefill: CudaPrefill, model: str, tokens: int, unique_layers: int | None, commit: str) -> None:
+def _time_length(
+    report: Report,
+    prefill: CudaPrefill,
+    model: str,
+    tokens: int,
+    unique_layers: int | None,
+    commit: str,
+    variant: Variant,
+    projections: str,
+) -> None:
+    import deep_gemm
+
+    usual_pdl = deep_gemm.get_pdl() if variant.pdl else False
     config = prefill.config
     prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + 2)]
     kv = make_cache(config, -(-tokens // BLOCK_SIZE), "cuda")
     prefill.logit_offset = uniform_logits(config, tokens, "cuda", 2)
-    graph = PrefillGraph(prefill, tokens, tokens, prompts[0], kv) if tokens <= GRAPH_TOKENS else None
+    served = variant.name == BASE.name
+    if variant.pdl:
+        deep_gemm.set_pdl(not usual_pdl)
+    try:
+        graph = None
+        if variant.graph:
+            with torch.no_grad():
+                graph = PrefillGraph(prefill, tokens, prompts[0], kv, max_seq_len=None if variant.contiguous else tokens)
 
-    def run(batch):
-        return graph.forward(batch) if graph else prefill.forward(batch, kv)
+        def run(batch):
+            return graph.forward(batch) if graph else prefill.forward(batch, kv)
 
-    def timed(batch) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        logits = run(batch)
-        torch.cuda.synchronize()
-        assert bool(logits.isfinite().all()), "logits are not finite"
-        return (time.perf_counter() - start) * 1e3
+        def timed(batch) -> tuple[float, float]:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            logits = run(batch)
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            end = time.perf_counter()
+            assert bool(logits.isfinite().all()), "logits are not finite"
+            return (end - start) * 1e3, (launched - start) * 1e3
 
-    times = [timed(batch) for batch in prompts][2:]
-    median = statistics.median(times)
+        pairs = [timed(batch) for batch in prompts][2:]
+    finally:
+        if variant.pdl:
+            deep_gemm.set_pdl(usual_pdl)
+    times = [ms for ms, _ in pairs]
+    median, host = statistics.median(times), statistics.median(ms for _, ms in pairs)
+    if not served:
+        report.say(
+            f"         {median:8.2f} {min(times):8.2f} {max(times):8.2f}      {variant.name}, predicted {variant.predicted};"
+            f" host {host:.1f}"
+        )
+        return
     floor, peer, goal, predicted = TARGETS[model, tokens]
     report.say(
         f"  {tokens:6d} {median:8.2f} {min(times):8.2f} {max(times):8.2f}      | {floor} {peer} {goal} {predicted}"
-        f" | {tokens / median * 1e3:,.0f}"
+        f" | {tokens / median * 1e3:,.0f} | host {host:.1f}"
     )
     report.record(
         model=f"gpt-oss-{model}", layout="tp1", weights="fp8", tokens=tokens, median_ms=round(median, 3), min_ms=round(min(times), 3),
         max_ms=round(max(times), 3), runs=len(times), date=datetime.date.today().isoformat(), device=torch.cuda.get_device_name(),
         torch=torch.__version__, commit=commit, distinct_layers=unique_layers or config.num_layers, graph=graph is not None,
+        projections=projections,
     )  # fmt: skip
-    if tokens in (1024, 8192):
-        _breakdown(report, lambda: run(prompts[0]), (model, tokens) == ("120b", 8192))
+    if tokens in (1024, 8192) and projections == "fp8":
+        report.section(
+            f"breakdown {model} {tokens}", lambda: _breakdown(report, lambda: run(prompts[0]), (model, tokens) == ("120b", 8192))
+        )
+
+
+def _row(name: str) -> str:
+    return next((label for pattern, label, _ in BREAKDOWN if re.search(pattern, name)), "other: " + name[:50])
 
 
 def _breakdown(report: Report, run, with_prediction: bool) -> None:
+    run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    events = sorted((e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
     total: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
+    gaps: dict[str, float] = defaultdict(float)
     names: dict[str, str] = {}
-    for event in profile.key_averages():
-        row = next((label for pattern, label, _ in BREAKDOWN if re.search(pattern, event.key)), "other: " + event.key[:50])
-        total[row] += event.self_device_time_total / 1e3
-        calls[row] += event.count
-        names[row] = event.key
+    end = events[0].time_range.start
+    for event in events:
+        row, start = _row(event.name), event.time_range.start
+        total[row] += (event.time_range.end - start) / 1e3
+        calls[row] += 1
+        names[row] = event.name
+        gaps[row] += max(start - end, 0) / 1e3
+        end = max(end, event.time_range.end)
+    span = (end - events[0].time_range.start) / 1e3
+    report.say(
+        f"      device span {span:.2f} ms, busy {sum(total.values()):.2f}, idle {sum(gaps.values()):.2f};"
+        " idle before each kernel in brackets"
+    )
     predictions = {label: predicted for _, label, predicted in BREAKDOWN} if with_prediction else {}
     for row, ms in sorted(total.items(), key=lambda item: -item[1]):
-        if ms > 0.03:
-            report.say(f"      {row:54s} {ms:8.3f} ms {calls[row]:5d} calls  {predictions.get(row, '')}")
+        if ms > 0.03 or gaps[row] > 0.1:
+            report.say(f"      {row:54s} {ms:8.3f} ms {calls[row]:5d} calls [{gaps[row]:6.3f}]  {predictions.get(row, '')}")
     with (report._out / "kernel_names.txt").open("a") as file:
         file.writelines(f"{row}: {name}\n" for row, name in names.items())
 
@@ -202,6 +289,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated names of checks")
     parser.add_argument("--models", default="20b,120b")
     parser.add_argument("--lengths", default="1024,4096,8192,32768")
+    parser.add_argument("--bf16-lengths", default="1024,8192,32768", help="lengths of 120b measured again with QKV in bf16")
     parser.add_argument("--layers-unique", type=int, help="reuse the weights of this many distinct layers")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -219,8 +307,15 @@ def main() -> None:
     if args.time:
         for model in args.models.split(","):
             lengths = [int(n) for n in args.lengths.split(",")]
-            report.section(f"model {model}", lambda m=model, n=lengths: time_model(report, m, n, args.layers_unique, args.commit))
-        for model, tokens in (("120b", 8192), ("120b", 1024), ("20b", 8192)):
+            for projections in ("fp8", "bf16_qkv"):
+                if projections != "fp8":
+                    lengths = [int(n) for n in args.bf16_lengths.split(",") if n] if model == "120b" else []
+                if lengths:
+                    report.section(
+                        f"model {model} {projections}",
+                        lambda m=model, n=lengths, p=projections: time_model(report, m, n, args.layers_unique, args.commit, p),
+                    )
+        for model, tokens in (("120b", 8192), ("120b", 1024)):
             report.section(f"kernels {model} {tokens}", lambda m=model, t=tokens: time_kernels(report, m, t))
     print("\n==== summary\n" + "\n".join(report.lines))
 

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
+from kernels.attention_prompt import PromptAttention, window_attention
 from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
 from kernels.moe_prefill import combine_norm_quantize, permute_rows, swiglu_quantize
 from kernels.norm import add_norm_quantize
@@ -78,6 +79,19 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
         attention.plan(tokens, tokens, torch.arange(tokens // BLOCK_SIZE, device=DEVICE, dtype=torch.int32))
         run = attention.run
         yield f"attention {name}", floor(2 * 8192 * tokens, flops, FA3_RATE), time_us(lambda run=run: run(q, pool, layer.sinks))
+    k, v = random.normal(tokens, 8, 64), random.normal(tokens, 8, 64)
+    prompt = PromptAttention(AttentionHeads(64, 8, 64), workspace=workspace)
+    prompt.plan(tokens)
+    least = floor(2 * 8192 * tokens, 2 * tokens * tokens * 4096, FA3_RATE)
+    yield "attention full, rows (predicted 1,050 at 8,192)", least, time_us(lambda: prompt.run(q, k, v, layer.sinks))
+    least = floor(2 * 8192 * tokens, 4 * tokens * 128 * 4096, FA3_RATE)
+    yield "attention sliding, rows (predicted 100)", least, time_us(lambda: window_attention(q, k, v, layer.sinks, 128))
+    for block_m, block_n, warps in ((128, 64, 8), (64, 64, 4), (128, 128, 8)):
+        yield (
+            f"attention sliding, rows {block_m}x{block_n} {warps} warps",
+            least,
+            time_us(window_run(q, k, v, layer.sinks, block_m, block_n, warps)),
+        )
     flat = q.flatten(1)
     yield "quantize_rows", floor(3 * 4096 * tokens), time_us(lambda: quantize_rows(flat))
     attended = quantize_rows(flat)
@@ -86,15 +100,16 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     yield "o gemm bf16 (not used)", floor(row, 2 * tokens * 2880 * 4096, BF16_RATE), time_us(lambda: torch.mm(flat, o_t))
     counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
     offset = torch.randn(tokens, experts, device=DEVICE) * 30
+    inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
 
     def routed():
         counts.zero_()
-        return route(x, layer.mlp_norm, 1e-5, layer.router, layer.router_bias, 4, counts, logit_offset=offset)
+        return route(x, inverse, layer.router, layer.router_bias, 4, counts, logit_offset=offset)
 
     yield "route (and memset)", floor(row + 4 * experts * tokens), time_us(routed)
     routing = routed()
     gate_up_bytes, down_bytes = experts * 5760 * 2944, experts * 2880 * 2944
-    for alignment in (128, 64):
+    for alignment in (128,):
         yield f"permute_rows A{alignment}", floor(5 * fp8), time_us(lambda a=alignment: permute_rows(*rows, routing, alignment=a))
         placed = permute_rows(*rows, routing, alignment=alignment)
         bound = placed.q.shape[0]
@@ -105,11 +120,11 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
             time_us(lambda p=placed: grouped_gemm_fp8(p.q, p.scales, *layer.gate_up, p)),
         )
         gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
-        for row_block in (16, 32, 64):
+        for row_block, warps in ((16, 4), (8, 4), (8, 2), (4, 1), (16, 8)):
             yield (
-                f"swiglu_quantize rows {row_block}",
+                f"swiglu_quantize rows {row_block} warps {warps}",
                 floor(4 * (11520 * tokens + fp8)),
-                time_us(lambda g=gate_up, p=placed, r=row_block: swiglu_rows(g, p, r)),
+                time_us(lambda g=gate_up, p=placed, r=row_block, w=warps: swiglu_rows(g, p, r, w)),
             )
         h = swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS)
         yield (
@@ -123,7 +138,6 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
             floor(6 * row + fp8),
             time_us(lambda p=placed, y=y: combine_norm_quantize(x, y, p.rows, routing.expert_weights, layer.attn_norm, 1e-5)),
         )
-    yield from contiguous_rows(layer, rows, routing, tokens)
 
 
 def gemm_rows(model: str, tokens: int) -> Iterator[torch.Tensor]:
@@ -136,34 +150,26 @@ def gemm_rows(model: str, tokens: int) -> Iterator[torch.Tensor]:
     yield gemm_fp8(*rows, *layer.qkv)
     yield gemm_fp8(*quantize_rows(random.normal(tokens, 4096)), *layer.o)
     counts = torch.zeros(config.num_experts, dtype=torch.int32, device=DEVICE)
-    routing = route(x, layer.mlp_norm, 1e-5, layer.router, layer.router_bias, config.experts_per_token, counts)
+    inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
+    routing = route(x, inverse, layer.router, layer.router_bias, config.experts_per_token, counts)
     for alignment in (128, 64):
         placed = permute_rows(*rows, routing, alignment=alignment)
         gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
         yield grouped_gemm_fp8(*swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS), *layer.down, placed)
 
 
-def swiglu_rows(gate_up, placed, row_block: int) -> None:
+def window_run(q, k, v, sinks, block_m: int, block_n: int, warps: int) -> Callable[[], object]:
+    """`window_attention` with other tiles than those in use."""
+    from kernels.triton_ops.window_attention import launch_window_attention
+
+    out = torch.empty_like(q)
+    return lambda: launch_window_attention(q, k, v, sinks, out, 128, 0.125, block_m=block_m, block_n=block_n, num_warps=warps)
+
+
+def swiglu_rows(gate_up, placed, row_block: int, warps: int) -> None:
     """`swiglu_quantize` with another row block than the one in use."""
     from kernels.quantize import empty_fp8_rows
     from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
 
     q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, DEVICE, BIAS_COLUMNS)
-    launch_swiglu_quantize(gate_up, placed.ends, q, scales, 1.702, 7.0, placed.alignment, BIAS_COLUMNS, row_block)
-
-
-def contiguous_rows(layer, rows, routing, tokens: int) -> Iterator[tuple[str, float, float]]:
-    """DeepGEMM's index-per-row layout, for comparison: it visits padding blocks and loads what they don't need."""
-    import deep_gemm
-
-    placed = permute_rows(*rows, routing, alignment=128)
-    index = torch.full((placed.q.shape[0],), -1, dtype=torch.int32, device=DEVICE)
-    index[placed.rows.flatten().long()] = routing.expert_ids.flatten()
-    index = index.view(-1, 128).amax(1, keepdim=True).expand(-1, 128).reshape(-1).contiguous()
-    out = torch.empty((placed.q.shape[0], 5760), dtype=torch.bfloat16, device=DEVICE)
-    deep_gemm.set_mk_alignment_for_contiguous_layout(128)
-    yield (
-        "gate_up gemm, index layout (not used)",
-        8 * tokens * 5760 * 2880 / FP8_RATE * 1e6,
-        time_us(lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous((placed.q, placed.scales), tuple(layer.gate_up), out, index)),
-    )
+    launch_swiglu_quantize(gate_up, placed.ends, q, scales, 1.702, 7.0, placed.alignment, BIAS_COLUMNS, row_block, warps)

@@ -11,10 +11,11 @@ from torch import Tensor
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP4_VALUES
+from kernels.router import fold_router
 from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.config import ModelConfig
 from model.kv_cache import KVCache
-from model.prefill_weights import Fp8Weight, PrefillLayer, PrefillWeights, quantize_projection
+from model.prefill_weights import Fp8Weight, PrefillLayer, PrefillWeights, Projections, quantize_projection
 
 BLOCK_SIZE = 16
 PAYLOAD_VALUES = 64 * 1024 * 1024
@@ -63,29 +64,31 @@ class RandomWeights:
         fold_bias(values, scales, bias, columns, BIAS_COLUMNS)
         return Fp8Weight(values, scales), bias
 
-    def layer(self) -> PrefillLayer:
-        return self.layer_with_originals()[0]
+    def layer(self, projections: Projections = "fp8") -> PrefillLayer:
+        return self.layer_with_originals(projections)[0]
 
-    def layer_with_originals(self) -> tuple[PrefillLayer, dict[str, Tensor]]:
-        """Returns: the layer, and the bf16 projections and expert biases it was made from"""
+    def layer_with_originals(self, projections: Projections = "fp8") -> tuple[PrefillLayer, dict[str, Tensor]]:
+        """Returns: the layer, and the bf16 matrices (qkv, o, router) and expert biases it was made from"""
         c = self.config
         width, query = (c.num_qo_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_qo_heads * c.head_dim
         qkv, o = self.normal(width, c.hidden_size, std=0.02), self.normal(c.hidden_size, query, std=0.02)
         gate_up, gate_up_bias = self.experts(2 * c.intermediate_size, c.hidden_size, 0.2)
         down, down_bias = self.experts(c.hidden_size, c.intermediate_size, 0.2)
+        router, mlp_norm = self.normal(c.num_experts, c.hidden_size, std=0.02), 1 + self.normal(c.hidden_size, std=0.1)
         layer = PrefillLayer(
-            attn_norm=1 + self.normal(c.hidden_size, std=0.1), qkv=quantize_projection(qkv), qkv_bias=self.normal(width, std=0.1),
-            sinks=self.normal(c.num_qo_heads, dtype=torch.float32), o=quantize_projection(o), o_bias=self.normal(c.hidden_size, std=0.1),
-            mlp_norm=1 + self.normal(c.hidden_size, std=0.1), router=self.normal(c.num_experts, c.hidden_size, std=0.02),
-            router_bias=self.normal(c.num_experts, std=0.1), gate_up=gate_up, down=down, first_expert=0, num_kv_heads=c.num_kv_heads,
+            attn_norm=1 + self.normal(c.hidden_size, std=0.1), qkv=quantize_projection(qkv) if projections == "fp8" else qkv,
+            qkv_bias=self.normal(width, std=0.1), sinks=self.normal(c.num_qo_heads, dtype=torch.float32),
+            o=o if projections == "bf16" else quantize_projection(o), o_bias=self.normal(c.hidden_size, std=0.1),
+            mlp_norm=mlp_norm, router=fold_router(router, mlp_norm), router_bias=self.normal(c.num_experts, std=0.1),
+            gate_up=gate_up, down=down, first_expert=0, num_kv_heads=c.num_kv_heads,
         )  # fmt: skip
-        return layer, {"qkv": qkv, "o": o, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return layer, {"qkv": qkv, "o": o, "router": router, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
 
-    def model(self, unique_layers: int | None = None) -> PrefillWeights:
+    def model(self, unique_layers: int | None = None, projections: Projections = "fp8") -> PrefillWeights:
         c = self.config
         layers: list[PrefillLayer] = []
         for index in range(c.num_layers):
-            layers.append(layers[index % unique_layers] if unique_layers and index >= unique_layers else self.layer())
+            layers.append(layers[index % unique_layers] if unique_layers and index >= unique_layers else self.layer(projections))
         embed, lm_head = self.normal(c.vocab_size, c.hidden_size), self.normal(c.vocab_size, c.hidden_size, std=0.02)
         return PrefillWeights(embed, tuple(layers), self.normal(c.hidden_size), lm_head)
 

@@ -20,9 +20,15 @@ from pathlib import Path
 
 import grpc
 
+from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, prefill_ms, prepare_decode, prepare_prefill
+from cluster.profile import builtin_profile
+from cluster.router.choice import Aim, DecodeOffer, PrefillOffer, choose
+from common.kv_layout import KVGeometry
 from common.proto import router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup
 from tests.support.router_bed import make_router, request_of, until
+
+KV_120B = KVGeometry(36, 8, 64, 16, "bfloat16", 128, (True, False) * 18)
 
 
 class LeanDecodeGroup(FakeDecodeGroup):
@@ -126,6 +132,25 @@ async def _is_ready(stub) -> bool:
     return sum(group.healthy for group in loads.groups) == 2
 
 
+def measure_choices(pools: int, seconds: float) -> float:
+    """Choices per CPU second among `pools` prefill and as many decode pools, each with another load."""
+    profile = builtin_profile(36, on_cuda=True)
+    shape = Shape(prompt=4000, output=200, worst=4200)
+    prefills, decodes = [], []
+    for i in range(pools):
+        tp = (1, 2, 4, 8)[i % 4]
+        prefill = prepare_prefill(profile, PoolSpec(f"p{i}", tp=tp, ep=tp, weights="fp8"))
+        decode = prepare_decode(profile, PoolSpec(f"d{i}", tp=tp, ep=tp, capacity_tokens=1 << 20, kv=KV_120B))
+        prefills.append(PrefillOffer(prefill, f"p{i}-0", 3.0 * i, 0.0, prefill_ms(prefill, shape.prompt)))
+        decodes.append(DecodeOffer(decode, f"d{i}-0", itl_ms(decode, PairLoad(0.0, i, i * 4000.0), shape)))
+    began, count = time.process_time(), 0
+    while time.process_time() - began < seconds:
+        for _ in range(100):
+            choose(profile, prefills, decodes, shape, Aim(0.5), count, {})
+            count += 1
+    return count / (time.process_time() - began)
+
+
 def measure(streams: int, step_ms: float, seconds: float) -> dict:
     context = multiprocessing.get_context("spawn")
     group_pipe, group_end = context.Pipe()
@@ -154,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, grpcio {grpc.__version__}")
     print("streams  step ms  offered/s   tokens/s  messages/s  router us/token  router CPU  client CPU  gap p50  gap p99 ms")
-    records = []
+    records: list[dict] = []
     for streams in args.streams:
         for step_ms in args.step_ms:
             r = measure(streams, step_ms, args.seconds)
@@ -164,6 +189,10 @@ def main() -> None:
                 f"{r['router_cpu_us_per_token']:16.1f} {r['router_cpu_share']:11.2f} {r['client_cpu_share']:11.2f} "
                 f"{r['gap_p50_ms']:8.2f} {r['gap_p99_ms']:11.2f}"
             )
+    for pools in (1, 4, 16):
+        rate = measure_choices(pools, min(args.seconds, 2.0))
+        records.append({"pools": pools, "choices_per_s": rate})
+        print(f"choice among {pools} x {pools} pools: {rate:.0f}/s on one core")
     if args.out is not None:
         facts = {
             "cores": os.cpu_count(),

@@ -4,7 +4,7 @@
 
 The decode ranks are one other process. Rates are those of the links (write and flush, no digest); the digest is timed by itself, and
 `whole` is the sender with threads and digest. Blocks: `ordered` as a fresh pool gives them, `aged` a shuffled decode pool (the prefill
-pool, with one request at a time, stays in order), `shuffled` both. Best of several rounds that alternate with the plain copy.
+pool, with one request at a time, stays in order), `shuffled` both. Medians over rounds of plain copy, link, plain copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -205,16 +207,25 @@ def digest_all(jobs: list[tuple[Link, Push]], key: DigestKey) -> None:
         kv_digest(kv, torch.from_numpy(push.source_ids), **fields)
 
 
-def best_s(operations: dict[str, Callable[[], None]], nbytes: int) -> dict[str, float]:
-    """Seconds of each operation: best of rounds in which they take turns."""
-    rounds = 4 if nbytes > 100e6 else 8 if nbytes > 1e6 else 40
-    best = dict.fromkeys(operations, float("inf"))
-    for _ in range(rounds):
-        for name, operation in operations.items():
-            start = time.perf_counter()
-            operation()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def seconds(operation: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    operation()
+    return time.perf_counter() - start
+
+
+def compare(plain: Callable[[], None], link: Callable[[], None], nbytes: int) -> tuple[float, float, float]:
+    """Returns: (median seconds of plain, of link, median of their ratio in neighbouring rounds: on a shared machine both suffer alike)"""
+    pairs = []
+    for _ in range(9 if nbytes > 100e6 else 31 if nbytes > 1e6 else 151):
+        before, middle, after = seconds(plain), seconds(link), seconds(plain)
+        pairs.append(((before + after) / 2, middle))
+    return median(p for p, _ in pairs), median(x for _, x in pairs), median(p / x for p, x in pairs)
+
+
+def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
+    """One memcpy per layer, as the pushes come; a single one of hundreds of MB bypasses the caches and is another thing."""
+    for into, out_of in zip(np.split(target, LAYERS), np.split(source, LAYERS), strict=True):
+        np.copyto(into, out_of)
 
 
 def measure(prefill: Prefill, decode: Decode, order: str, nbytes: int, buffers: tuple[np.ndarray, np.ndarray]) -> dict:
@@ -228,27 +239,23 @@ def measure(prefill: Prefill, decode: Decode, order: str, nbytes: int, buffers: 
     key = DigestKey.derive(KEY, count, num_tokens=num_tokens, row_bytes=row_bytes, num_layers=LAYERS, num_kv_heads=HEADS)
     plain_source, plain_target = (buffer[:nbytes] for buffer in buffers)
     if prefill.transport == "tcp":
-        plain = lambda: decode.plain_socket(plain_source.data)  # noqa: E731
+        plain = partial(decode.plain_socket, plain_source.data)
     else:
-        plain = lambda: np.copyto(plain_target, plain_source)  # noqa: E731
-    operations = {
-        "plain": plain,
-        "link": lambda: write_all(jobs),
-        "digest": lambda: digest_all(jobs, key),
-        "whole": lambda: prefill.whole(reservation, source),
-    }
-    rates = {name: nbytes / seconds / 1e9 for name, seconds in best_s(operations, nbytes).items()}
+        plain = partial(copy_in_pieces, plain_target, plain_source)
+    plain_s, link_s, ratio = compare(plain, lambda: write_all(jobs), nbytes)
+    digest_s = median(seconds(lambda: digest_all(jobs, key)) for _ in range(5))
+    whole_s = median(seconds(lambda: prefill.whole(reservation, source)) for _ in range(5))
     return {
         "transport": prefill.transport,
         "tp_from": len(prefill.views),
         "tp_to": decode.tp,
         "blocks": order,
         "bytes": nbytes,
-        "gb_per_s": round(rates["link"], 3),
-        "plain_copy_gb_per_s": round(rates["plain"], 3),
-        "ratio": round(rates["link"] / rates["plain"], 3),
-        "digest_gb_per_s": round(rates["digest"], 3),
-        "whole_gb_per_s": round(rates["whole"], 3),
+        "gb_per_s": round(nbytes / link_s / 1e9, 3),
+        "plain_copy_gb_per_s": round(nbytes / plain_s / 1e9, 3),
+        "ratio": round(ratio, 3),
+        "digest_gb_per_s": round(nbytes / digest_s / 1e9, 3),
+        "whole_gb_per_s": round(nbytes / whole_s / 1e9, 3),
         "date": datetime.date.today().isoformat(),
         "device": "cpu",
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
@@ -272,7 +279,7 @@ def run(arguments: argparse.Namespace) -> list[dict]:
 
 
 def table(records: list[dict]) -> Table:
-    result = Table(title="KV transfer, GB/s (best of rounds; digest and whole beside the link alone)")
+    result = Table(title="KV transfer, GB/s (medians; digest and whole beside the link alone)")
     for name in ("transport", "TP", "blocks", "MB", "link", "plain copy", "ratio", "digest", "whole"):
         result.add_column(name, justify="left" if name in ("transport", "TP", "blocks") else "right")
     for r in records:

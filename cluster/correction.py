@@ -1,4 +1,4 @@
-"""What finished requests teach about one pool: a factor on the profile's times, a constant delay, and how long outputs get.
+"""What finished requests teach about one pool: factors on the profile's times, a constant delay, and how long outputs get.
 
 Pure; the caller gives the time. Bounded, forgetful, and moved little by any single observation. Kept by the router, read by the cost model.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 
 ALPHA = 0.1  # weight of one observation once warm
+ALPHA_GLOBAL, ALPHA_LOCAL = 0.06, 0.08  # of a correction by size: its two parts
 MAX_STEP = math.log(2.0)  # an observation counts as at most twice or half of what was expected
-MAX_FACTOR = 16.0
+MAX_LOG = math.log(16.0)  # bound of a factor
 HALF_LIFE_S = 600.0  # a pool that looked slow and is no longer chosen gets another chance
+KNOTS = 10  # sizes 1, 4, 16, ... 4 ** 9
 
 
 class Correction:
@@ -22,22 +24,47 @@ class Correction:
         self._seen_s = 0.0
 
     def factor(self, now_s: float) -> float:
-        return math.exp(self._faded(now_s)) if self._log else 1.0
+        return math.exp(self._log * _faded(now_s - self._seen_s)) if self._log else 1.0
 
     def observe(self, predicted_ms: float, actual_ms: float, now_s: float) -> None:
         """`predicted_ms` is the profile's own figure, without this factor. Values that are no times are ignored."""
-        if not (predicted_ms > 0 and actual_ms > 0 and math.isfinite(predicted_ms) and math.isfinite(actual_ms)):
+        expected = self._log * _faded(now_s - self._seen_s)
+        surprise = _surprise(predicted_ms, actual_ms, expected)
+        if surprise is None:
             return
-        state = self._faded(now_s)
-        surprise = math.log(actual_ms / predicted_ms) - state
-        step = max(-MAX_STEP, min(MAX_STEP, surprise))
         self._count += 1
-        bound = math.log(MAX_FACTOR)
-        self._log = max(-bound, min(bound, state + max(ALPHA, 1 / (self._count + 2)) * step))
+        self._log = _bounded(expected + max(ALPHA, 1 / (self._count + 2)) * surprise)
         self._seen_s = now_s
 
-    def _faded(self, now_s: float) -> float:
-        return self._log * 0.5 ** (max(0.0, now_s - self._seen_s) / HALF_LIFE_S)
+
+class SizeCorrection:
+    """As `Correction`, where the error depends on the size of the request too: a common part, and one per power of four of the size
+    [tokens], linear in between. Sizes that were not seen yet share the common part."""
+
+    def __init__(self) -> None:
+        self._common = 0.0
+        self._local = [0.0] * KNOTS
+        self._seen_s = 0.0
+
+    def factor(self, size: int, now_s: float) -> float:
+        return math.exp(_bounded(self._log(size) * _faded(now_s - self._seen_s)))
+
+    def observe(self, size: int, predicted_ms: float, actual_ms: float, now_s: float) -> None:
+        """`predicted_ms` is the profile's own figure, without this factor. Values that are no times are ignored."""
+        fade = _faded(now_s - self._seen_s)
+        surprise = _surprise(predicted_ms, actual_ms, _bounded(self._log(size) * fade))
+        if surprise is None:
+            return
+        knot, part = _place(size)
+        self._local = [_bounded(x * fade) for x in self._local]
+        self._local[knot] = _bounded(self._local[knot] + ALPHA_LOCAL * (1 - part) * surprise)
+        self._local[knot + 1] = _bounded(self._local[knot + 1] + ALPHA_LOCAL * part * surprise)
+        self._common = _bounded(self._common * fade + ALPHA_GLOBAL * surprise)
+        self._seen_s = now_s
+
+    def _log(self, size: int) -> float:
+        knot, part = _place(size)
+        return self._common + (1 - part) * self._local[knot] + part * self._local[knot + 1]
 
 
 class Delay:
@@ -59,3 +86,25 @@ class OutputLength:
 
     def observe(self, tokens: int) -> None:
         self.tokens += ALPHA / 2 * (tokens - self.tokens)
+
+
+def _faded(idle_s: float) -> float:
+    return 0.5 ** (max(0.0, idle_s) / HALF_LIFE_S)
+
+
+def _bounded(log_factor: float) -> float:
+    return max(-MAX_LOG, min(MAX_LOG, log_factor))
+
+
+def _surprise(predicted_ms: float, actual_ms: float, expected_log: float) -> float | None:
+    """How far `actual / predicted` lies from what was expected, in logs and cut; None if these are no times."""
+    if not (predicted_ms > 0 and actual_ms > 0 and math.isfinite(predicted_ms) and math.isfinite(actual_ms)):
+        return None
+    return max(-MAX_STEP, min(MAX_STEP, math.log(actual_ms) - math.log(predicted_ms) - expected_log))
+
+
+def _place(size: int) -> tuple[int, float]:
+    """The knot at or below a size, and how far it lies towards the next one."""
+    x = min(math.log2(max(size, 1)) / 2, KNOTS - 1.0)
+    knot = min(int(x), KNOTS - 2)
+    return knot, x - knot

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config
 
-from cluster.state import Process, write_secret
+from cluster.state import Process, spawn, write_secret
 from common.errors import ConfigError, WorkerLost
 
 NAMESPACE = "tandem"
@@ -43,13 +42,9 @@ def start_local_ray(folder: Path, *, num_cpus: int, timeout_s: float = 60.0) -> 
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--num-cpus={num_cpus}", "--disable-usage-stats"]
     command += [f"--temp-dir={tempfile.mkdtemp(prefix='tandem-ray-')}", f"--object-store-memory={100 << 20}"]
     log = folder / "ray.log"
-    with log.open("wb") as out:
-        head = subprocess.Popen(command, env=_environment(token_file), stdout=out, stderr=out, start_new_session=True)
-    process = Process.of(head.pid)
+    process = spawn(command, log, _environment(token_file))
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if head.poll() is not None:
-            break
+    while time.monotonic() < deadline and not process.is_dead():
         if b"will now block forever" in log.read_bytes():
             return process, address, token_file
         time.sleep(0.1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -35,17 +37,25 @@ class Process(BaseModel):
 
     def stop(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns: whether it ended by itself"""
-        if self.is_dead():
-            return True
-        os.kill(self.pid, signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.is_dead():
-                return True
-            time.sleep(0.05)
         if not self.is_dead():
+            os.kill(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while not self.is_dead() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = self.is_dead()
+        if not ended:
             os.kill(self.pid, signal.SIGKILL)
-        return False
+        with suppress(ChildProcessError):  # another process's child
+            os.waitpid(self.pid, 0)
+        return ended
+
+
+def spawn(command: list[str], log: Path, env: Mapping[str, str]) -> Process:
+    """Starts a process in a session of its own that may outlive this one, its output in `log`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    actions = [(os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    pid = os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
+    return Process.of(pid)
 
 
 class ClusterState(BaseModel):

@@ -15,7 +15,8 @@ from typing import Literal
 
 import grpc
 
-from cluster.router.groups import UNARY_TIMEOUT_S, DecodeLink, PrefillLink
+from cluster.router.decode_link import DecodeLink
+from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
 from cluster.router.status import from_rpc_error, from_status
 from common.errors import CapacityError, DeadlineError, ServingError
 from common.proto import types_pb2, worker_pb2

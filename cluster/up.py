@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import ray
 
 from cluster.controller import Controller, check_pools
 from cluster.local_ray import NAMESPACE, connect, start_local_ray
-from cluster.state import ClusterState, Process, clear_state, load_state, save_state, state_dir
+from cluster.state import ClusterState, clear_state, load_state, save_state, spawn, state_dir
 from common.config import Config
 from common.errors import ConfigError, ServingError, WorkerLost
 
@@ -124,11 +123,9 @@ def _start_router(config: Config, state: ClusterState, folder: Path) -> ClusterS
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "cluster.cli", "router", "--config", str(config_file)]
     command += ["--controller", str(state.controller_address), "--ready-file", str(ready)]
-    with log.open("wb") as out:
-        router = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=_router_environment())
-    process = Process.of(router.pid)
+    process = spawn(command, log, _router_environment())
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and router.poll() is None:
+    while time.monotonic() < deadline and not process.is_dead():
         if ready.exists():
             return state.model_copy(update={"router_process": process, "router_address": ready.read_text()})
         time.sleep(0.05)

@@ -37,6 +37,6 @@ class RankSpec:
     lease_s: float = 10.0
     device: str = "cpu"
     compute_dtype: str = "float32"
-    weights: str = "mxfp4"
+    weights: Literal["mxfp4", "fp8", "bf16"] = "mxfp4"
     listen_host: str = "127.0.0.1"
     vocab: str | None = None

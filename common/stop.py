@@ -88,7 +88,7 @@ class StopMatcher:
 
     def _push_text(self, token_id: int) -> types_pb2.Finish | None:
         self.num_tokens += 1
-        if not self._needles:
+        if not self._needles or self._token_bytes is None:
             return None
         text = self._token_bytes(token_id)
         if text is None:

@@ -29,9 +29,17 @@ class TokenBytes:
     def of(self, token_id: int) -> bytes | None:
         """Returns: the token's bytes; None for a control token
 
-        Raises: ConfigError at the first call if the file is missing or not the o200k vocabulary
+        Raises: as `load`, at the first call
         """
         return self._table.get(token_id)
+
+    def load(self) -> TokenBytes:
+        """Reads and checks the file now, so that no request waits for it. Returns: itself
+
+        Raises: ConfigError if the file is missing or not the o200k vocabulary
+        """
+        self.of(0)
+        return self
 
     @cached_property
     def _table(self) -> dict[int, bytes]:

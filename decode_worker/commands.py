@@ -1,11 +1,18 @@
-"""What the event loop (service, mailboxes, fences) asks of a decode group's engine thread. Futures are set by the engine."""
+"""What the event loop (service, mailboxes, fences) asks of a decode group's engine thread.
+
+Futures are set by the engine, by way of `answer` and `refuse`: the one who waits may have cancelled in any moment.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from common.errors import ServingError
 from common.proto import types_pb2, worker_pb2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,15 @@ class ShutDown:
 
 
 Command = Reserve | Renew | Commit | Abandon | Abort | WriterStopped | RouterGone | Drain | ShutDown
+
+
+def answer(done: Future[T], result: T) -> None:
+    """Sets the result, unless nobody waits for it any more."""
+    if done.set_running_or_notify_cancel():
+        done.set_result(result)
+
+
+def refuse(done: Future, error: ServingError) -> None:
+    """Sets the error, unless nobody waits for it any more."""
+    if done.set_running_or_notify_cancel():
+        done.set_exception(error)

@@ -14,6 +14,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -109,15 +110,15 @@ class DecodeEngine:
         now_s = self._clock()
         match command:
             case cmd.Reserve():
-                self._answer(command.done, lambda: self._reserve(command, now_s))
+                self._try(command.done, lambda: self._reserve(command, now_s))
             case cmd.Renew(transfer_ids, done):
-                done.set_result(self._reservations.renew(transfer_ids, now_s))
+                cmd.answer(done, self._reservations.renew(transfer_ids, now_s))
             case cmd.Commit():
-                self._answer(command.done, lambda: self._reservations.commit(command, now_s))
+                self._try(command.done, lambda: self._reservations.commit(command, now_s))
             case cmd.Abandon(transfer_id):
                 self._reservations.abandon(transfer_id)
             case cmd.Abort(internal_id, reason, done):
-                done.set_result(self._abort(internal_id, RemoteError("CANCELLED", reason or "aborted by the router")))
+                cmd.answer(done, self._abort(internal_id, RemoteError("CANCELLED", reason or "aborted by the router")))
             case cmd.WriterStopped(transfer_id):
                 self._reservations.writer_stopped(transfer_id)
             case cmd.RouterGone(router_id):
@@ -126,12 +127,12 @@ class DecodeEngine:
                 self._is_draining = drain
                 self._update_load()
 
-    def _answer(self, done, work: Callable[[], None]) -> None:
+    def _try(self, done: Future, work: Callable[[], None]) -> None:
         """Runs the first half of a command whose answer comes later; a refusal is an answer at once."""
         try:
             work()
         except ServingError as exc:
-            done.set_exception(exc)
+            cmd.refuse(done, exc)
 
     def _reserve(self, command: cmd.Reserve, now_s: float) -> None:
         if self._is_draining:
@@ -186,6 +187,8 @@ class DecodeEngine:
         if plan.ByteSize() == 0:
             return
         started_s = self._clock()
+        if wants_reply(plan):
+            self._update_load()  # whoever gets an answer finds it in the load
         self._channel.send(plan.SerializeToString())
         replies = [self._executor.operate(plan)]
         if wants_reply(plan):
@@ -196,7 +199,7 @@ class DecodeEngine:
             for sequence in outcome.admitted:
                 self._running[sequence.internal_id] = sequence
         logits = self._executor.forward(plan)
-        if rows:
+        if logits is not None:
             self._sample(rows, logits)
             self._step += 1
             self._last_step_s = self._clock() - started_s
@@ -212,6 +215,10 @@ class DecodeEngine:
             if output.token_ids or output.HasField("finish"):
                 self._put(sequence, output)
             if output.HasField("finish"):
+                reason = types_pb2.FinishReason.Name(output.finish.reason)
+                logger.info(
+                    "request %s (%s) finished: %d tokens, %s", sequence.internal_id, sequence.label, sequence.state.num_output, reason
+                )
                 self._end(sequence, None)
 
     def _end(self, sequence: Sequence, error: ServingError | None) -> None:

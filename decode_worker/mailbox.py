@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 from common.proto import types_pb2, worker_pb2
 
@@ -40,7 +40,7 @@ class Mailbox:
                 self._pending.append(output)
         self._changed.set()
 
-    async def frames(self) -> AsyncIterator[worker_pb2.StepFrame]:
+    async def frames(self) -> AsyncGenerator[worker_pb2.StepFrame, None]:
         """Frames from now on, the first one with everything live; steps that came while the router was slow are joined. A later
         subscription ends this one."""
         self._changed.set()  # ends the one before
@@ -102,7 +102,7 @@ class Mailboxes:
             if box is not None:  # else it was absent for too long, and its requests are being aborted
                 box.put(step, mine, load, now_s)
 
-    async def subscribe(self, router_id: str) -> AsyncIterator[worker_pb2.StepFrame]:
+    async def subscribe(self, router_id: str) -> AsyncGenerator[worker_pb2.StepFrame, None]:
         box = self.open(router_id)
         try:
             async with contextlib.aclosing(box.frames()) as frames:

@@ -25,7 +25,7 @@ from kv_transfer.memory import SharedBuffer
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import Receiver
 from model.build import BuildModel, build_model
-from model.group import RankWatch
+from model.control import FollowerChannel, LeaderChannel
 from model.kv_cache import KVCache
 from model.rank_life import RankLife
 from model.rank_start import StartedRank, start_rank
@@ -43,6 +43,7 @@ class DecodeRank:
         self._build = build
         self._life = RankLife()
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
+        self._service: DecodeService | None = None
         self._transports = _TRANSPORTS.get(spec.transport, (spec.transport,))
 
     def start(self) -> types_pb2.GroupDescription | None:
@@ -53,7 +54,11 @@ class DecodeRank:
         started = start_rank(self.spec, self._build, self._sliding_blocks, self.spec.max_batch)
         try:
             executor = self._executor(started)
-            return self._lead(started, executor) if started.server is not None else self._follow(started, executor)
+            control = started.links.control
+            if isinstance(control, LeaderChannel):
+                return self._lead(started, executor, control)
+            self._follow(started, executor, control)
+            return None
         except BaseException:
             started.close()
             raise
@@ -85,14 +90,66 @@ class DecodeRank:
             transports=self._transports,
             buffer=buffer,
         )
-        ready = plan_pb2.RankReady(endpoints=receiver.endpoints())
-        if started.links.follower is not None:
-            started.links.follower.reply(ready.SerializeToString())
-        return DecodeExecutor(started.built.model, kv, receiver, spec.device)
+        return DecodeExecutor(started.built.ready(kv), kv, receiver, spec.device)
 
-    def _reservation_template(self, started: StartedRank, executor: DecodeExecutor, description: types_pb2.GroupDescription):
+    def _lead(self, started: StartedRank, executor: DecodeExecutor, control: LeaderChannel) -> types_pb2.GroupDescription:
+        spec, server = self.spec, started.server
+        description = started.describe(types_pb2.ROLE_DECODE, list(self._transports))
+        template = self._reservation_template(executor, control, description)
+        engine = self._engine(started, executor, control, template)
+
+        def register(grpc_server) -> None:
+            self._service = DecodeService(description, self._commands, lambda: engine.load, spec.key, spec.lease_s)
+            worker_pb2_grpc.add_DecodeGroupServicer_to_server(self._service, grpc_server)
+
+        server.serve(register)
+        watch = started.watch(self._life)
+
+        def clean_up() -> None:
+            watch.stop()
+            server.call(self._serving().close())
+            server.stop(_GRACE_S)
+            executor.close()
+            started.links.close()
+
+        self._life.start(engine.run, clean_up)
+        logger.info("decode group %s serves at %s", spec.group, server.address)
+        return description
+
+    def _engine(
+        self, started: StartedRank, executor: DecodeExecutor, control: LeaderChannel, template: worker_pb2.Reservation
+    ) -> DecodeEngine:
+        spec, config = self.spec, started.built.config
+        scheduler = DecodeScheduler(started.geometry, started.facts.full_blocks, started.facts.sliding_blocks, spec.max_batch)
+        reservations = Reservations(
+            scheduler,
+            TransferLedger(spec.incarnation),
+            started.geometry,
+            template,
+            spec.key,
+            lambda transfer_id, writer: self._serving().fence(transfer_id, writer),
+        )
+        facts = ModelFacts(
+            vocab_size=config.vocab_size,
+            max_len=started.max_len,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            token_bytes=TokenBytes(Path(spec.vocab)).load().of if spec.vocab else None,
+        )
+        return DecodeEngine(
+            scheduler,
+            reservations,
+            executor,
+            control,
+            facts,
+            self._commands,
+            lambda step, outputs, load: self._serving().publish(step, outputs, load),
+        )
+
+    def _reservation_template(
+        self, executor: DecodeExecutor, control: LeaderChannel, description: types_pb2.GroupDescription
+    ) -> worker_pb2.Reservation:
         """What every reservation of this group says. Waits until all ranks have their pools."""
-        readies = map(plan_pb2.RankReady.FromString, started.links.leader.collect())
+        readies = map(plan_pb2.RankReady.FromString, control.collect())
         endpoints = [executor.endpoints(), *(list(ready.endpoints) for ready in readies)]
         return worker_pb2.Reservation(
             incarnation=self.spec.incarnation,
@@ -103,63 +160,17 @@ class DecodeRank:
             lease_ms=int(self.spec.lease_s * 1000),
         )
 
-    def _lead(self, started: StartedRank, executor: DecodeExecutor) -> types_pb2.GroupDescription:
-        spec, server, config = self.spec, started.server, started.built.config
-        description = started.describe(types_pb2.ROLE_DECODE, list(self._transports))
-        scheduler = DecodeScheduler(started.geometry, started.facts.full_blocks, started.facts.sliding_blocks, spec.max_batch)
-        template = self._reservation_template(started, executor, description)
-        services: list[DecodeService] = []
-        reservations = Reservations(
-            scheduler,
-            TransferLedger(spec.incarnation),
-            started.geometry,
-            template,
-            spec.key,
-            lambda transfer_id, writer: services[0].fence(transfer_id, writer),
-        )
-        facts = ModelFacts(
-            vocab_size=config.vocab_size,
-            max_len=started.max_len,
-            eos_token_ids=frozenset(config.eos_token_ids),
-            token_bytes=TokenBytes(Path(spec.vocab)).of if spec.vocab else None,
-        )
-        engine = DecodeEngine(
-            scheduler,
-            reservations,
-            executor,
-            started.links.leader,
-            facts,
-            self._commands,
-            lambda step, outputs, load: services[0].publish(step, outputs, load),
-        )
-
-        def register(grpc_server) -> None:
-            services.append(DecodeService(description, self._commands, lambda: engine.load, spec.key, spec.lease_s))
-            worker_pb2_grpc.add_DecodeGroupServicer_to_server(services[0], grpc_server)
-
-        server.serve(register)
-        watch = self._watch(started)
-
-        def clean_up() -> None:
-            watch.stop()
-            server.call(services[0].close())
-            server.stop(_GRACE_S)
-            executor.close()
-            started.links.close()
-
-        self._life.start(engine.run, clean_up)
-        logger.info("decode group %s serves at %s", spec.group, server.address)
-        return description
-
-    def _follow(self, started: StartedRank, executor: DecodeExecutor) -> None:
-        watch = self._watch(started)
+    def _follow(self, started: StartedRank, executor: DecodeExecutor, control: FollowerChannel) -> None:
+        control.reply(plan_pb2.RankReady(endpoints=executor.endpoints()).SerializeToString())
+        watch = started.watch(self._life)
 
         def clean_up() -> None:
             watch.stop()
             executor.close()
             started.links.close()
 
-        self._life.start(lambda: follow(started.links.follower, executor), clean_up)
+        self._life.start(lambda: follow(control, executor), clean_up)
 
-    def _watch(self, started: StartedRank) -> RankWatch:
-        return RankWatch(list(started.facts.ranks), self.spec.rank, lambda rank: self._life.fail(f"rank {rank} of the group died"))
+    def _serving(self) -> DecodeService:
+        assert self._service is not None  # the engine starts after it
+        return self._service

@@ -17,7 +17,7 @@ from common.kv_proto import geometry_from_proto
 from common.process import is_known_dead
 from common.proto import plan_pb2, types_pb2, worker_pb2
 from decode_worker.block_ring import BlockTables
-from decode_worker.commands import Commit, Reserve
+from decode_worker.commands import Commit, Reserve, answer, refuse
 from decode_worker.scheduler import Allotment, DecodeScheduler, Place
 from decode_worker.sequence import Sequence
 from kv_transfer.ledger import Action, AdmitSequence, FailRequest, FenceWriter, ReleaseBlocks, TransferLedger
@@ -27,13 +27,12 @@ Fence = Callable[[int, types_pb2.GroupDescription], None]
 
 @dataclass
 class _Open:
-    """One reservation. `reserving` waits for the grant; `committing` for the verdict on its KV, and with it those who asked again."""
+    """One reservation. `waiting`: for the verdict on what `committing` promises; several if the writer asked again."""
 
     sequence: Sequence
     writer: types_pb2.GroupDescription
     reservation: worker_pb2.Reservation
-    reserving: Future | None = None
-    committing: worker_pb2.CommitRequest | None = None
+    committing: worker_pb2.CommitRequest = field(default_factory=worker_pb2.CommitRequest)
     waiting: list[Future] = field(default_factory=list)
 
 
@@ -64,6 +63,7 @@ class Reservations:
         self._key = key
         self._fence = fence
         self._open: dict[int, _Open] = {}
+        self._granting: dict[int, Future] = {}  # who waits for a grant of the next plan
         self._plan = plan_pb2.DecodePlan()  # operations to come
         self._outcome = Outcome()
 
@@ -115,7 +115,8 @@ class Reservations:
         reservation.internal_id, reservation.transfer_id = sequence.internal_id, transfer_id
         reservation.blocks.extend(blocks)
         sign(reservation, self._key)
-        self._open[transfer_id] = _Open(sequence, command.writer, reservation, reserving=command.done)
+        self._open[transfer_id] = _Open(sequence, command.writer, reservation)
+        self._granting[transfer_id] = command.done
 
     def renew(self, transfer_ids: list[int], now_s: float) -> list[int]:
         return self._ledger.renew(transfer_ids, now_s)
@@ -125,14 +126,16 @@ class Reservations:
 
         Raises: PeerLost, KVTransferError if there is nothing to commit
         """
-        entry = self._open.get(command.request.transfer_id)
+        transfer_id = command.request.transfer_id
+        entry = self._open.get(transfer_id)
         if entry is not None and entry.committing == command.request:
             entry.waiting.append(command.done)
         elif self._ledger.begin_commit(command.request, now_s):
+            entry = self._open[transfer_id]
             entry.committing, entry.waiting = command.request, [command.done]
-            self._plan.verifies.append(command.request.transfer_id)
+            self._plan.verifies.append(transfer_id)
         else:
-            command.done.set_result(None)
+            answer(command.done, None)
 
     def abandon(self, transfer_id: int) -> None:
         self._carry_out(self._ledger.abandon(transfer_id))
@@ -167,12 +170,15 @@ class Reservations:
         return outcome
 
     def _granted(self, transfer_id: int, failure: plan_pb2.Failure | None) -> None:
-        entry = self._open.get(transfer_id)
-        if failure is not None:
-            entry.reserving.set_exception(RemoteError(failure.status, failure.message))
-            self._carry_out(self._ledger.abandon(transfer_id))  # nobody was told of it, so nobody writes
+        """A reservation that was given up before its grant was even in place is not told to anybody."""
+        done = self._granting.pop(transfer_id)
+        if self._scheduler.place(transfer_id) is not Place.RESERVED:
+            refuse(done, KVTransferError("the reservation was given up"))
+        elif failure is not None:
+            refuse(done, RemoteError(failure.status, failure.message))
+            self.abandon(transfer_id)  # nobody was told of it, so nobody writes
         else:
-            entry.reserving.set_result(entry.reservation)
+            answer(done, self._open[transfer_id].reservation)
 
     def _verified(self, transfer_id: int, results: list[plan_pb2.VerifyResult], failure: plan_pb2.Failure | None) -> None:
         entry = self._open[transfer_id]
@@ -182,9 +188,9 @@ class Reservations:
         self._carry_out(actions)
         for done in entry.waiting:
             if admitted:
-                done.set_result(None)
+                answer(done, None)
             else:
-                done.set_exception(error or KVTransferError("the request was ended while its KV was being checked"))
+                refuse(done, error or KVTransferError("the request was ended while its KV was being checked"))
 
     def _carry_out(self, actions: list[Action]) -> None:
         sequences = {entry.sequence.internal_id: entry.sequence for entry in self._open.values()} if actions else {}

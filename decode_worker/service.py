@@ -57,8 +57,7 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
         """The engine is gone: whoever waits for it, or asks from now on, gets UNAVAILABLE."""
         self._is_closed = True
         for done in list(self._waiting):
-            with contextlib.suppress(Exception):  # it was answered in this very moment
-                done.set_exception(self._gone())
+            cmd.refuse(done, self._gone())
         await self._fences.close()
 
     async def Describe(self, request, context):

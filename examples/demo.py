@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -20,7 +20,7 @@ from cluster.up import bring_up, take_down
 from common.config import load_config
 from common.errors import ServingError
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
-from frontend.chat_format import ChatInput, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from frontend.chat_format import ChatInput, ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from frontend.harmony.format import HarmonyFormat
 from frontend.vocab import load_vocabulary
 from model.trained_fixture import write_trained_fixture
@@ -28,62 +28,117 @@ from model.trained_fixture import write_trained_fixture
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "configs" / "laptop.yaml"
 NAME = "demo"
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 console = Console(highlight=False)
 
 WEATHER = {
     "name": "get_weather",
-    "description": "Gets the weather of a city.",
+    "description": "Weather of a city.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-LONG_STORY = " ".join(f"On day {day} the keeper of the lighthouse wrote the number {day * 7 % 97} into her book." for day in range(1, 21))
+FILLER = (
+    "The kite was over the castle after lunch. A slow writer opened 87 cakes in the winter. Ben bought the drum over the garden. "
+    "The candle was near the river every day. A young doctor repaired 48 cakes last week. The basket was along the village in the winter. "
+)
 
 
 @dataclass(frozen=True)
 class Conversation:
+    """`chat` is sent; if the model calls a tool, it gets `tool_result` and is asked again."""
+
     title: str
     chat: ChatInput
+    tool_result: str | None = None
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 CONVERSATIONS = (
-    Conversation("with a tool", ChatInput([{"role": "user", "content": "What is the weather in Paris?"}], tools=(WEATHER,))),
     Conversation(
-        "longer than the sliding window",
-        ChatInput([{"role": "user", "content": LONG_STORY + " Which number did she write on day 3?"}], reasoning_effort="low"),
+        "a tool is called, its result used",
+        ChatInput([user("What is the weather in Paris?")], tools=(WEATHER,)),
+        tool_result='{"weather":"sunny","degrees":21}',
+    ),
+    Conversation(
+        "a fact from far beyond the sliding window",
+        ChatInput([user(f"Note this. The door code of Pedro is 576. {FILLER * 5}What is the door code of Pedro?")]),
     ),
     Conversation(
         "in several languages",
         ChatInput(
-            [{"role": "user", "content": "Hello! Bonjour ! Guten Tag! ¡Hola! 你好！ こんにちは！ Здравствуйте!"}], reasoning_effort="low"
+            [
+                user("¡Hola!"),
+                assistant("¡Hola! ¿Cómo puedo ayudar?"),
+                user("Bonjour!"),
+                assistant("Bonjour! Comment puis-je aider?"),
+                user("お元気ですか"),
+            ],
+            reasoning_effort="low",
         ),
     ),
 )
 
 
 async def run_conversation(stub: router_pb2_grpc.RouterStub, chat_format: HarmonyFormat, conversation: Conversation) -> None:
-    """Sends one conversation and prints its reply as it comes, then what the router chose and what it took."""
-    prompt = chat_format.render(conversation.chat)
-    request = router_pb2.GenerateRequest(request_id=conversation.title)
+    """One conversation to its end: a tool call is answered and the model asked again."""
+    console.rule(conversation.title, align="left")
+    events = await ask(stub, chat_format, conversation.chat)
+    calls = [event for event in events if isinstance(event, ToolCallStart)]
+    if not calls or conversation.tool_result is None:
+        return
+    console.print(f"[dim]the tool answers {conversation.tool_result}[/dim]")
+    arguments = "".join(event.text for event in events if isinstance(event, ToolCallArguments))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    call = {"id": "call_1", "type": "function", "function": {"name": calls[0].name, "arguments": arguments}}
+    messages = [
+        *conversation.chat.messages,
+        {"role": "assistant", "reasoning_content": reasoning, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": conversation.tool_result},
+    ]
+    await ask(stub, chat_format, replace(conversation.chat, messages=messages))
+
+
+async def ask(stub: router_pb2_grpc.RouterStub, chat_format: HarmonyFormat, chat: ChatInput) -> list[Event]:
+    """Sends one prompt and prints its reply as it comes, then what the router chose and what it took.
+
+    Raises: ServingError if the stream ends without an answer; grpc.RpcError
+    """
+    prompt = chat_format.render(chat)
+    request = router_pb2.GenerateRequest(request_id="demo")
     request.tokenized.input_ids.extend(prompt.token_ids)
     request.sampling_params.temperature = 0.0
     request.sampling_params.max_tokens = MAX_TOKENS
-    console.rule(f"{conversation.title}: {len(prompt.token_ids)} prompt tokens", align="left")
-    parser, started, received = chat_format.reply_parser(prompt), time.monotonic(), 0
+    parser, started, received, events = chat_format.reply_parser(prompt), time.monotonic(), 0, []
     complete = None
     async for response in stub.Generate(request, timeout=120):
         if response.HasField("complete"):
             complete = response.complete
             break
         received += len(response.chunk.token_ids)
-        for event in parser.feed(response.chunk.token_ids):
-            print_event(event)
+        events += show(parser.feed(response.chunk.token_ids))
     if complete is None:
         raise ServingError("the stream ended without an answer")
     is_cut = complete.finish_reason.reason == types_pb2.FINISH_REASON_LENGTH
-    for event in parser.finish("length" if is_cut else "stop"):
+    events += show(parser.finish("length" if is_cut else "stop"))
+    took = complete.route.actual
+    console.print(
+        f"\n[green]{len(prompt.token_ids)} prompt + {received} output tokens in {time.monotonic() - started:.2f} s[/green], "
+        f"TTFT {took.ttft_ms:.0f} ms, ITL {took.itl_ms:.1f} ms, ${took.cost_usd:.1e}"
+    )
+    console.print(route_table(complete.route.decision, took))
+    return events
+
+
+def show(events: list[Event]) -> list[Event]:
+    for event in events:
         print_event(event)
-    console.print(f"\n[dim]{received} tokens in {time.monotonic() - started:.2f} s[/dim]")
-    console.print(route_table(complete.route.decision, complete.route.actual))
+    return events
 
 
 def print_event(event) -> None:

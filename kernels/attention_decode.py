@@ -24,7 +24,7 @@ class SplitWorkspace:
     """Scratch of the full layers' kernel, shared by all layers of a step.
 
     Shapes: cu_chunks [max_batch + 1] int32, written by `prepare_step`; partial_acc [items, 8, D], partial_stats [items, 8, 2] fp32
-    Shapes: arrived [max_batch * K] int32, zero between launches
+    Shapes: arrived [max_batch * K * 4] int32, zero between launches
     """
 
     cu_chunks: Tensor
@@ -40,7 +40,7 @@ class SplitWorkspace:
             torch.zeros(max_batch + 1, dtype=torch.int32, device=device),
             torch.empty(items, MAX_GROUP, HEAD_DIM, dtype=torch.float32, device=device),
             torch.empty(items, MAX_GROUP, 2, dtype=torch.float32, device=device),
-            torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(max_batch * num_kv_heads * 4, dtype=torch.int32, device=device),
         )
 
 

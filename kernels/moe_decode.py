@@ -1,11 +1,11 @@
 """Mixture-of-experts products of a decode step on MXFP4 weights (W4A16): few tokens, so the weights' bytes are the time.
 
-Owns the packed weight layout and the two launches (gate/up with SwiGLU inside, down). Routing and the weighted sum over a token's
+Owns the packed weight layout and the launch (gate/up with SwiGLU, then down, in one kernel). Routing and the weighted sum over a token's
 experts are in `decode_fused.py`. Called by `model/decode_cuda.py`.
 
-Layout of packed weights `[E, R/16, C/32, 272] uint8`: one unit holds 16 rows x 32 columns. Bytes 0..255 are 32 lanes x 8 bytes, lane
-4 g + c has the eight columns 8 c .. 8 c + 7 of rows g and g + 8; bytes 256..271 are the rows' scales, g then g + 8, as 2^(scale - 1)'s
-bf16 exponent. A warp's load is thus a whole number of lines and lands in the registers that the tensor core wants.
+Layout of packed weights `[E, R/32, C/32, 544] uint8`: one unit holds 32 rows x 32 columns. Bytes 0..511 are 32 lanes x 16 bytes, lane
+4 g + c has the eight columns 8 c .. 8 c + 7 of rows g, g + 8, g + 16 and g + 24; bytes 512..543 are the scales of those rows, g by g, as
+2^(scale - 1)'s bf16 exponent. A warp's load is thus a whole number of lines and lands in the registers that the tensor core wants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.errors import ConfigError, ShapeError
 from kernels import cuda_library
 from kernels.reference import MXFP4_GROUP, experts_ref, mxfp4_dequant_ref
 
-UNIT_ROWS, UNIT_BYTES, CODE_BYTES = 16, 272, 256
+UNIT_ROWS, UNIT_BYTES, CODE_BYTES = 32, 544, 512
 MAX_SCALE = 128  # 2^1: the decoder multiplies by 2^(scale - 1), which must be a finite bf16
 # For each pair of columns (2 j, 2 j + 1) of a lane's eight: where the word keeps sign, exponent high, exponent low, mantissa of each
 # half, chosen so that one rotation (or one multiplication, for the last pair) brings all four to their places in bf16.
@@ -35,8 +35,8 @@ BIT_PLACES = (
 class ExpertWeights:
     """One layer's local experts for decode.
 
-    Shapes: gate_up [E, 2I/16, C/32, 272] uint8; gate_up_bias [E, 2I] bf16, interleaved as in the checkpoint
-    Shapes: down [E, C/16, I/32, 272] uint8; down_bias [E, C] bf16
+    Shapes: gate_up [E, 2I/32, C/32, 544] uint8; gate_up_bias [E, 2I] bf16, interleaved as in the checkpoint
+    Shapes: down [E, C/32, I/32, 544] uint8; down_bias [E, C] bf16
     Units: first_expert: global id of local expert 0
     """
 
@@ -50,29 +50,29 @@ class ExpertWeights:
 def pack_mxfp4(blocks: Tensor, scales: Tensor, *, gate_up: bool) -> Tensor:
     """Checkpoint MXFP4 to the packed layout.
 
-    Shapes: blocks [E, R, C/32, 16] uint8; scales [E, R, C/32] uint8; R a multiple of 16
-    Units: gate_up: rows 2i and 2i + 1 (gate, up) go to rows g and g + 8 of one unit, so that SwiGLU finds both in one lane
-    Returns: [E, R/16, C/32, 272] uint8 on blocks.device; the same values, nothing is rounded
+    Shapes: blocks [E, R, C/32, 16] uint8; scales [E, R, C/32] uint8; R a multiple of 32
+    Units: gate_up: rows 2i and 2i + 1 (gate, up) go to rows g and g + 8 of 16, so that SwiGLU finds both in one lane
+    Returns: [E, R/32, C/32, 544] uint8 on blocks.device; the same values, nothing is rounded
     Raises: ShapeError; ConfigError for a scale above 2^1, which no real checkpoint has
     """
     experts, rows, groups, _ = blocks.shape
     if rows % UNIT_ROWS or scales.shape != blocks.shape[:3]:
-        raise ShapeError(f"pack_mxfp4: blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} don't fit 16-row units")
+        raise ShapeError(f"pack_mxfp4: blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} don't fit 32-row units")
     if int(scales.max()) > MAX_SCALE:
         raise ConfigError(f"MXFP4 scale byte {int(scales.max())} is above {MAX_SCALE}: the decode kernel can't represent it")
     packed = torch.empty(experts, rows // UNIT_ROWS, groups, UNIT_BYTES, dtype=torch.uint8, device=blocks.device)
     for e in range(experts):  # one at a time: the working copies are 8 times the weights
         codes = torch.stack((blocks[e] & 0xF, blocks[e] >> 4), dim=-1).flatten(-2).int()  # [R, G, 32]
-        codes = _to_units(codes, gate_up).unflatten(-1, (4, 4, 2))  # [T, 2, 8, G, 4 lanes, 4 pairs, 2 halves]
+        codes = _to_units(codes, gate_up).unflatten(-1, (4, 4, 2))  # [T, 4 rows, 8, G, 4 lanes, 4 pairs, 2 halves]
         words = torch.zeros(codes.shape[:-2], dtype=torch.int32, device=blocks.device)
         for pair, halves in enumerate(BIT_PLACES):
             for half, places in enumerate(halves):
                 for bit, place in zip((3, 2, 1, 0), places, strict=True):
                     words |= (codes[..., pair, half] >> bit & 1) << place
-        # [T, half row, g, G, c] -> [T, G, g, c, half row]
+        # [T, row, g, G, c] -> [T, G, g, c, row]
         lanes = words.permute(0, 3, 2, 4, 1).contiguous()
         packed[e, :, :, :CODE_BYTES] = lanes.view(torch.uint8).flatten(2)
-        exponents = _to_units(scales[e].int() + 126, gate_up).to(torch.uint8)  # [T, half row, g, G]
+        exponents = _to_units(scales[e].int() + 126, gate_up).to(torch.uint8)  # [T, row, g, G]
         packed[e, :, :, CODE_BYTES:] = exponents.permute(0, 3, 2, 1).flatten(2)
     return packed
 
@@ -80,79 +80,64 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor, *, gate_up: bool) -> Tensor:
 def unpack_mxfp4(packed: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
     """Inverse of `pack_mxfp4`: blocks [E, R, C/32, 16] and scales [E, R, C/32], both uint8."""
     experts, tiles, groups, _ = packed.shape
-    words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).unflatten(-1, (8, 4, 2))  # [E, T, G, g, c, half row]
+    words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).unflatten(-1, (8, 4, 4))  # [E, T, G, g, c, row]
     codes = torch.zeros(*words.shape, 4, 2, dtype=torch.int32, device=packed.device)
     for pair, halves in enumerate(BIT_PLACES):
         for half, places in enumerate(halves):
             for bit, place in zip((3, 2, 1, 0), places, strict=True):
                 codes[..., pair, half] |= (words >> place & 1) << bit
-    codes = codes.permute(0, 1, 5, 3, 2, 4, 6, 7).flatten(5)  # [E, T, half row, g, G, 32]
-    scales = packed[..., CODE_BYTES:].unflatten(-1, (8, 2)).permute(0, 1, 4, 3, 2)  # [E, T, half row, g, G]
+    codes = codes.permute(0, 1, 5, 3, 2, 4, 6, 7).flatten(5)  # [E, T, row, g, G, 32]
+    scales = packed[..., CODE_BYTES:].unflatten(-1, (8, 4)).permute(0, 1, 4, 3, 2)  # [E, T, row, g, G]
     if gate_up:
-        codes, scales = codes.transpose(2, 3), scales.transpose(2, 3)
+        codes, scales = (x.unflatten(2, (2, 2)).transpose(3, 4) for x in (codes, scales))
     codes = codes.reshape(experts, tiles * UNIT_ROWS, groups, MXFP4_GROUP).to(torch.uint8)
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     return blocks, (scales.reshape(experts, tiles * UNIT_ROWS, groups).int() - 126).to(torch.uint8)
 
 
 def _to_units(rows: Tensor, gate_up: bool) -> Tensor:
-    """[R, ...] -> [R/16, 2, 8, ...]: half row and g of each unit."""
+    """[R, ...] -> [R/32, 4, 8, ...]: which of the lane's four rows, and g, of each unit."""
     if gate_up:
-        return rows.unflatten(0, (-1, 8, 2)).transpose(1, 2)
-    return rows.unflatten(0, (-1, 2, 8))
+        return rows.unflatten(0, (-1, 2, 8, 2)).transpose(2, 3).flatten(1, 2)
+    return rows.unflatten(0, (-1, 4, 8))
 
 
 def experts_decode(
-    x: Tensor, expert_ids: Tensor, weights: ExpertWeights, *, hidden: Tensor, out: Tensor, alpha: float, limit: float
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: ExpertWeights,
+    *,
+    hidden: Tensor,
+    arrived: Tensor,
+    out: Tensor,
+    alpha: float,
+    limit: float,
 ) -> Tensor:
     """Every (token, expert) pair's output before the weighted sum.
 
     Shapes: x [B, C] bf16; expert_ids [B, k] int32, -1 for padded rows; hidden [B * k, I] bf16 scratch; out [B, k, C] bf16
+    Shapes: arrived [2] int32, zero between launches
     Returns: out; entries of experts that are not local, or -1, are left as they were
-    Effects: two kernels; no host sync; capturable. A pair's result does not depend on the other pairs, bit for bit.
+    Effects: one kernel that fills the device; no host sync; capturable. A pair's result does not depend on the other pairs, bit for bit.
     Raises: KernelError for a shape without instance
     """
     if not cuda_library.runs(x):
         return _experts_on_cpu(x, expert_ids, weights, out, alpha, limit)
-    launch_gate_up(x, expert_ids, weights, hidden, alpha=alpha, limit=limit)
-    launch_down(hidden, expert_ids, weights, out)
+    launch_experts(x, expert_ids, weights, hidden, arrived, out, alpha=alpha, limit=limit)
     return out
 
 
-def launch_gate_up(x, expert_ids, weights: ExpertWeights, hidden, *, alpha: float, limit: float, blocks: int = 0, variant: int = 0) -> None:
-    """First product with bias and SwiGLU: hidden[pair] = swiglu(x[pair // k] W + b). Shapes as in `experts_decode`."""
+def launch_experts(
+    x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0, variant: int = 0
+) -> None:
+    """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
-        "moe_decode", "tandem_moe_gemm", x, weights.gate_up, weights.gate_up_bias, expert_ids, hidden, tokens * k, k, x.shape[1], tiles,
-        weights.first_expert, experts, True, False, tokens, variant, float(alpha), float(limit), blocks or _blocks(x),
+        "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
+        out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert, experts, variant, float(alpha),
+        float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
-
-
-def launch_down(
-    hidden,
-    expert_ids,
-    weights: ExpertWeights,
-    out,
-    *,
-    blocks: int = 0,
-    variant: int = 0,
-    experts_known_early: bool = True,
-) -> None:
-    """Second product with bias: out[pair] = hidden[pair] W + b.
-
-    Units: experts_known_early: the kernel launched before this one is `launch_gate_up`, which has waited for the routing itself
-    """
-    tokens, k = expert_ids.shape
-    experts, tiles = weights.down.shape[:2]
-    cuda_library.call(
-        "moe_decode", "tandem_moe_gemm", hidden, weights.down, weights.down_bias, expert_ids, out, tokens * k, 1, hidden.shape[1], tiles,
-        weights.first_expert, experts, False, experts_known_early, tokens, variant, 0.0, 0.0, blocks or _blocks(hidden),
-    )  # fmt: skip
-
-
-def _blocks(x: Tensor) -> int:
-    return cuda_library.multiprocessors(x.device.index or 0)
 
 
 def _experts_on_cpu(x, expert_ids, weights: ExpertWeights, out, alpha, limit):

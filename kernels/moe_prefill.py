@@ -99,14 +99,35 @@ def combine_norm_quantize(
     Source: `combine_rows_ref`, `rms_norm_ref`, `fp8_quant_rows_bias_ref`
     """
     if not residual.is_cuda:
-        residual.copy_(residual.float() + combine_rows_ref(y, rows, expert_weights))
-        return fp8_quant_rows_bias_ref(rms_norm_ref(residual.float(), norm_weight, eps), 0)
+        return fp8_quant_rows_bias_ref(_combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps), 0)
     from kernels.triton_ops.norm import launch_combine_norm_quantize
 
     q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device)
     if residual.shape[0]:
-        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, q, scales, eps, 0, add_residual=True)
+        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, q, scales, eps, add_residual=True)
     return q, scales
+
+
+def combine_norm(residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """The same without quantisation.
+
+    Returns: [T, C] in residual.dtype
+    Effects: residual updated in place; capturable; no host sync
+    """
+    if not residual.is_cuda:
+        return _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps).to(residual.dtype)
+    from kernels.triton_ops.norm import launch_combine_norm_quantize
+
+    out = torch.empty_like(residual)
+    if residual.shape[0]:
+        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, out, None, eps, add_residual=True)
+    return out
+
+
+def _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps) -> Tensor:
+    """Returns: the norm, fp32."""
+    residual.copy_(residual.float() + combine_rows_ref(y, rows, expert_weights))
+    return rms_norm_ref(residual.float(), norm_weight, eps)
 
 
 def combine(y: Tensor, rows: Tensor, expert_weights: Tensor) -> Tensor:
@@ -123,5 +144,5 @@ def combine(y: Tensor, rows: Tensor, expert_weights: Tensor) -> Tensor:
 
     out = torch.empty((rows.shape[0], y.shape[1]), dtype=y.dtype, device=y.device)
     if rows.shape[0]:
-        launch_combine_norm_quantize(out, y, rows, expert_weights, None, None, None, 0.0, 0, add_residual=False)
+        launch_combine_norm_quantize(out, y, rows, expert_weights, None, None, None, 0.0, add_residual=False)
     return out

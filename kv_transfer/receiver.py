@@ -113,7 +113,7 @@ class Receiver:
     def revoke(self, transfer_id: int) -> None:
         """Takes the grant back; idempotent.
 
-        Effects: no write through a transport that the receiver checks lands after the return; waits at most for one copy of about a MiB
+        Effects: no write through a transport that the receiver checks lands after the return; waits at most for one copy of 2 MiB
         """
         self._grants.revoke(transfer_id)
 
@@ -132,3 +132,4 @@ class Receiver:
         """Effects: stops listening and hangs up; grants are void"""
         if self._server:
             self._server.close()
+        self._nixl = None

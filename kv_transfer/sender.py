@@ -137,6 +137,8 @@ class Sender:
     def abort(self, transfer_id: int, on_stopped: Callable[[], None]) -> None:
         """Drops what is queued and gives the write under way half a second. Idempotent; unknown ids have stopped.
 
+        That is not remembered: an id that was aborted must not begin later (`WriterLedger.start` and the order of plans see to it).
+
         Effects: on_stopped comes from a transport thread, or from this call if there is nothing to wait for
         """
         outgoing = self._get(transfer_id)
@@ -165,6 +167,7 @@ class Sender:
             peer.queue.put(None)
         for peer in peers:
             peer.join(timeout_s=2 * _ABORT_GRACE_S)
+        self._opener.close()
 
     def _get(self, transfer_id: int) -> Outgoing | None:
         with self._lock:

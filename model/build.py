@@ -30,8 +30,15 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class BuiltModel:
+    """`warm`, if set, compiles and captures for the rank's own pools, together with the other ranks, and gives the forward pass to use."""
+
     config: ModelConfig
     model: Forward
+    warm: Callable[[KVCache], Forward] | None = None
+
+    def ready(self, kv: KVCache) -> Forward:
+        """The forward pass to serve with. Every rank calls it once, when its pools exist and before it takes requests."""
+        return self.warm(kv) if self.warm is not None else self.model
 
 
 BuildModel = Callable[[RankSpec, ParallelGroup], BuiltModel]

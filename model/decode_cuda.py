@@ -133,6 +133,7 @@ class _Scratch:
         self.hidden, self.pairs = bf16(rows * k, config.intermediate_size), bf16(rows, k, hidden)
         self.route_logits, self.expert_weights = fp32(rows, config.num_experts), fp32(rows, k)
         self.expert_ids, self.route_arrived = ints(rows, k), ints(-(-rows // TOKENS_PER_ROUTE_COUNTER))
+        self.experts_arrived = ints(2)
         self.cos_sin = fp32(rows, config.head_dim // 2, 2)
         self.full_slots, self.sliding_slots = ints(rows), ints(rows)
         self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
@@ -272,6 +273,7 @@ class CudaDecode:
             ids,
             layer.experts,
             hidden=s.hidden[: rows * config.experts_per_token],
+            arrived=s.experts_arrived,
             out=s.pairs[:rows],
             alpha=config.swiglu_alpha,
             limit=config.swiglu_limit,

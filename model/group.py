@@ -26,16 +26,13 @@ _WATCH_INTERVAL_S = 0.25
 
 @dataclass
 class GroupLinks:
-    """What one rank holds of its group. `leader` or `follower` is set, by rank."""
+    """What one rank holds of its group: the leader's end of the control channel on rank 0, a follower's end on the others."""
 
     compute: ParallelGroup
-    leader: LeaderChannel | None = None
-    follower: FollowerChannel | None = None
+    control: LeaderChannel | FollowerChannel
 
     def close(self) -> None:
-        for part in (self.leader, self.follower):
-            if part is not None:
-                part.close()
+        self.control.close()
         if isinstance(self.compute, StarGroup):
             self.compute.close()
 
@@ -46,19 +43,19 @@ def open_group(spec: RankSpec) -> GroupLinks:
     Raises: WorkerLost if one does not come within a minute
     """
     if spec.tp == 1:
-        return GroupLinks(LocalGroup(), leader=LeaderChannel([]))
+        return GroupLinks(LocalGroup(), LeaderChannel([]))
     if spec.device != "cpu":
         raise NotSupportedError(f"groups of {spec.tp} ranks on {spec.device}: only the CPU's collectives exist")
     if spec.rank > 0:
         control = join_star(spec.rendezvous, spec.key, spec.rank, "control", JOIN_TIMEOUT_S)
         compute = join_star(spec.rendezvous, spec.key, spec.rank, "compute", JOIN_TIMEOUT_S)
-        return GroupLinks(StarGroup(spec.rank, spec.tp, [compute]), follower=FollowerChannel(control))
+        return GroupLinks(StarGroup(spec.rank, spec.tp, [compute]), FollowerChannel(control))
     listener = StarListener(spec.rendezvous, spec.key)
     try:
         links = listener.accept(spec.tp, ("control", "compute"), JOIN_TIMEOUT_S)
     finally:
         listener.close()
-    return GroupLinks(StarGroup(0, spec.tp, links["compute"]), leader=LeaderChannel(links["control"]))
+    return GroupLinks(StarGroup(0, spec.tp, links["compute"]), LeaderChannel(links["control"]))
 
 
 class RankWatch:

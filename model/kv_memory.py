@@ -10,6 +10,7 @@ from common.kv_layout import KVGeometry, head_range
 from common.process import identity
 from common.proto import plan_pb2
 from common.rank_spec import RankSpec
+from model.control import FollowerChannel
 from model.group import GroupLinks
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,10 @@ def agree_on_memory(
     Raises: ConfigError if memory does not hold the blocks of one sequence
     """
     hello = plan_pb2.RankHello(process=identity(), kv_bytes=free_kv_bytes(spec))
-    if links.follower is not None:
-        links.follower.reply(hello.SerializeToString())
-        return plan_pb2.GroupFacts.FromString(links.follower.receive())
-    hellos = [hello, *map(plan_pb2.RankHello.FromString, links.leader.collect())]
+    if isinstance(links.control, FollowerChannel):
+        links.control.reply(hello.SerializeToString())
+        return plan_pb2.GroupFacts.FromString(links.control.receive())
+    hellos = [hello, *map(plan_pb2.RankHello.FromString, links.control.collect())]
     heads = head_range(geometry.num_kv_heads, spec.tp, 0).count
     layer_block_bytes = 2 * heads * geometry.head_block_bytes
     left = min(h.kv_bytes for h in hellos) - sliding_blocks * len(geometry.sliding_layers) * layer_block_bytes
@@ -41,7 +42,7 @@ def agree_on_memory(
         )
     facts = plan_pb2.GroupFacts(full_blocks=full_blocks, sliding_blocks=sliding_blocks, leader_address=leader_address)
     facts.ranks.extend(h.process for h in hellos)
-    links.leader.send(facts.SerializeToString())
+    links.control.send(facts.SerializeToString())
     logger.info("KV: %d full and %d sliding blocks of %d tokens", full_blocks, sliding_blocks, geometry.block_size_tokens)
     return facts
 

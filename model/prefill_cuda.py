@@ -1,4 +1,4 @@
-"""Forward pass of one prompt chunk on one rank of a prefill pool: FP8 projections and experts, fused passes between them.
+"""Forward pass of one prompt chunk on one rank of a prefill pool: FP8 experts, FP8 or bf16 projections, fused passes between them.
 
 Owns the order of the kernels and the reduction points; holds no KV and schedules nothing. Called by the prefill worker's ranks; runs on a
 CPU through the kernels' twins, which the tests use. Legend: T tokens of the chunk, C hidden_size, E local experts, M rows of the expert
@@ -10,120 +10,28 @@ The last layer computes K and V for every token but everything after them for th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.errors import ServingError
-from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
+from kernels.attention_prefill import AttentionHeads, attention_workspace
 from kernels.gemm_fp8 import ROW_ALIGNMENT, gemm_fp8, grouped_gemm_fp8
-from kernels.moe_prefill import combine, combine_norm_quantize, permute_rows, swiglu_quantize
-from kernels.norm import add_norm_quantize
+from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows, swiglu_quantize
+from kernels.norm import add_norm, add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
 from kernels.reference import rms_norm_ref, yarn_inv_freq_ref
 from kernels.rope_kv import rope_table, rope_write_kv
 from kernels.router import Routing, route
-from model.batch import AttentionTables, StepBatch
+from model.batch import StepBatch
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.layout import vocab_rows_per_rank
 from model.parallel import ParallelGroup
-from model.prefill_weights import PrefillWeights
+from model.prefill_inputs import ChunkAttention, ChunkInputs, PagedAttention, PromptChunkAttention, starts_prompt
+from model.prefill_weights import Fp8Weight, PrefillWeights
 
 LayerHook = Callable[[int], None]
-FP8Rows = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """Index tensors of one chunk on the device.
-
-    Shapes: token_ids [T] int64; positions, full_slots, sliding_slots [T] int32; last_row [1] int64
-    Shapes: num_tokens [1] int32: rows that are no padding
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    full_slots: Tensor
-    sliding_slots: Tensor
-    last_row: Tensor
-    num_tokens: Tensor
-
-    @classmethod
-    def empty(cls, tokens: int, device: torch.device | str) -> ChunkInputs:
-        def ints(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(ints(tokens, torch.int64), ints(tokens), ints(tokens), ints(tokens), ints(1, torch.int64), ints(1))
-
-    def fill(self, batch: StepBatch) -> None:
-        """Copies a CPU batch in; rows past it become padding that is written nowhere.
-
-        Effects: enqueues copies on the current stream
-        """
-        used = batch.token_ids.shape[0]
-        for target, source, padding in (
-            (self.token_ids, batch.token_ids, 0),
-            (self.positions, batch.positions, 0),
-            (self.full_slots, batch.full.slot_mapping, -1),
-            (self.sliding_slots, batch.sliding.slot_mapping, -1),
-        ):
-            target[used:].fill_(padding)
-            target[:used].copy_(source, non_blocking=True)
-        self.last_row.fill_(used - 1)
-        self.num_tokens.fill_(used)
-
-
-class AttentionPlans:
-    """The three attention plans of a chunk: full layers, sliding layers, and the last layer's single query."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        heads: AttentionHeads,
-        block_size: int,
-        workspace: Tensor,
-        *,
-        graph_tokens: int | None = None,
-        graph_blocks: int | None = None,
-    ):
-        def make(sliding: bool, queries: int | None) -> PrefillAttention:
-            window = config.window_tokens if sliding else None
-            return PrefillAttention(
-                heads, block_size, window_tokens=window, workspace=workspace, graph_tokens=queries, graph_blocks=graph_blocks
-            )
-
-        self.full = make(False, graph_tokens)
-        self.sliding = make(True, graph_tokens)
-        self._last_slides = config.sliding[-1]
-        self.last = make(self._last_slides, None if graph_tokens is None else 1)
-        self._window = config.window_tokens
-
-    def plan(self, batch: StepBatch, padded_tokens: int, device: torch.device | str) -> None:
-        """Plans for a CPU batch of one sequence whose chunk is padded to `padded_tokens` rows.
-
-        Raises: ServingError if the sliding blocks don't reach back to the first query's window
-        """
-        used, seq_len = batch.token_ids.shape[0], int(batch.seq_lens[0])
-        padding = padded_tokens - used
-        start = int(batch.sliding.kv_start[0])
-        if start > max(seq_len - used - self._window + 1, 0):
-            raise ServingError(f"sliding blocks start at {start}, the chunk's first query at {seq_len - used} sees {self._window} keys")
-        for attention, tables in ((self.full, batch.full), (self.sliding, batch.sliding)):
-            ids = self._padded_blocks(tables, seq_len + padding, attention, device)
-            attention.plan(padded_tokens, seq_len + padding, ids, int(tables.kv_start[0]))
-        tables = batch.sliding if self._last_slides else batch.full
-        ids = self._padded_blocks(tables, seq_len, self.last, device)
-        self.last.plan(1, seq_len, ids, int(tables.kv_start[0]))
-
-    @staticmethod
-    def _padded_blocks(tables: AttentionTables, seq_len: int, attention: PrefillAttention, device: torch.device | str) -> Tensor:
-        ids = tables.block_table[0].clamp(min=0)
-        missing = attention.blocks_for(seq_len - int(tables.kv_start[0])) - ids.shape[0]
-        if missing > 0:
-            ids = torch.cat((ids, ids[-1:].expand(missing)))
-        return ids.to(device, non_blocking=True)
+NormedRows = tuple[Tensor, Tensor] | Tensor  # FP8 rows and scales, or bf16 rows: what the next projection takes
 
 
 class CudaPrefill:
@@ -131,6 +39,7 @@ class CudaPrefill:
 
     Shapes: `logit_offset` [layers, T or more, all experts] fp32 or None: added to the router's logits; benchmarks of random weights set it
     Units: block_size [tokens]; max_positions: length of the rope table
+    Units: contiguous: chunks that begin a prompt attend to K and V as rows instead of reading them back from the pool
     Effects: allocates the rope table and the attention workspace; kernels compile at first use
     """
 
@@ -144,6 +53,7 @@ class CudaPrefill:
         device: torch.device | str,
         max_positions: int,
         row_alignment: int = ROW_ALIGNMENT,
+        contiguous: bool = True,
     ):
         self.config = config
         self.weights = weights
@@ -164,7 +74,8 @@ class CudaPrefill:
         )
         self._cos_sin = rope_table(max_positions, inv_freq.to(self.device), concentration)
         self.workspace = attention_workspace(self.device)
-        self._plans = AttentionPlans(config, self.heads, block_size, self.workspace)
+        self._paged = PagedAttention(config, self.heads, block_size, self.workspace)
+        self._prompt = PromptChunkAttention(config, self.heads, block_size, self.workspace) if contiguous else None
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, kv: KVCache, on_layer: LayerHook | None = None) -> Tensor | None:
@@ -178,68 +89,80 @@ class CudaPrefill:
         tokens = batch.token_ids.shape[0]
         inputs = ChunkInputs.empty(tokens, self.device)
         inputs.fill(batch)
-        self._plans.plan(batch, tokens, self.device)
-        logits = self.run(inputs, self._plans, kv, want_logits=batch.logits_rows.numel() > 0, on_layer=on_layer)
+        attention = self._paged if self._prompt is None or not starts_prompt(batch) else self._prompt
+        attention.plan(batch, tokens, self.device)
+        logits = self.run(inputs, attention, kv, want_logits=batch.logits_rows.numel() > 0, on_layer=on_layer)
         return logits if self._group.rank == 0 else None
 
     def run(
-        self, inputs: ChunkInputs, plans: AttentionPlans, kv: KVCache, *, want_logits: bool, on_layer: LayerHook | None = None
+        self, inputs: ChunkInputs, attention: ChunkAttention, kv: KVCache, *, want_logits: bool, on_layer: LayerHook | None = None
     ) -> Tensor:
         """The device work of `forward`, on every rank: what a CUDA graph captures. Returns: logits [R, V] fp32"""
-        layers = self.weights.layers
+        layers, eps = self.weights.layers, self.config.rms_norm_eps
         last = len(layers) - 1
-        residual = self.weights.embed[inputs.token_ids]
+        residual = torch.nn.functional.embedding(inputs.token_ids, self.weights.embed)
         counts = torch.zeros((len(layers), layers[0].gate_up.values.shape[0]), dtype=torch.int32, device=self.device)
-        rows = add_norm_quantize(residual, layers[0].attn_norm, self.config.rms_norm_eps)
+        first_norm = add_norm_quantize if isinstance(layers[0].qkv, Fp8Weight) else add_norm
+        rows: NormedRows = first_norm(residual, layers[0].attn_norm, eps)
         for index in range(last):
-            q = self._write_kv(index, rows, inputs, kv.layer(index), on_layer)
-            attention = plans.sliding if self.config.sliding[index] else plans.full
-            attended = attention.run(q, kv.layer(index), layers[index].sinks)
+            q, kv_rows = self._write_kv(index, rows, inputs, kv.layer(index), attention, on_layer)
+            attended = attention.attend(self.config.sliding[index], q, kv_rows, kv.layer(index), layers[index].sinks)
             rows = self.after_attention(index, residual, attended, counts[index], inputs.num_tokens)
-        q = self._write_kv(last, rows, inputs, kv.layer(last), on_layer)
+        q, kv_rows = self._write_kv(last, rows, inputs, kv.layer(last), attention, on_layer)
         if not want_logits:
             return residual.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        residual = residual[inputs.last_row]
-        attended = plans.last.run(q[inputs.last_row], kv.layer(last), layers[last].sinks)
+        residual = residual.index_select(0, inputs.last_row)
+        attended = attention.attend_last(q, inputs.last_row, kv_rows, kv.layer(last), layers[last].sinks)
         y, routing, places = self._moe(last, residual, attended, counts[last], None)
         return self._logits(residual + self._group.all_reduce(combine(y, places, routing.expert_weights)))
 
-    def after_attention(self, index: int, residual: Tensor, attended: Tensor, counts: Tensor, num_tokens: Tensor | None) -> FP8Rows:
+    def after_attention(self, index: int, residual: Tensor, attended: Tensor, counts: Tensor, num_tokens: Tensor | None) -> NormedRows:
         """Everything of layer `index` (not the last) behind its attention, and the next layer's norm.
 
         Shapes: residual [T, C]; attended [T, H, D]; counts [E] int32 zeros; num_tokens [1] int32 or None
-        Returns: FP8 rows and scales of the next layer's input
+        Returns: the next layer's input
         Effects: residual becomes the layer's output
         """
         y, routing, places = self._moe(index, residual, attended, counts, num_tokens)
-        norm, eps = self.weights.layers[index + 1].attn_norm, self.config.rms_norm_eps
+        following, eps = self.weights.layers[index + 1], self.config.rms_norm_eps
+        in_fp8 = isinstance(following.qkv, Fp8Weight)
         if self._group.size == 1:
-            return combine_norm_quantize(residual, y, places, routing.expert_weights, norm, eps)
+            joined = combine_norm_quantize if in_fp8 else combine_norm
+            return joined(residual, y, places, routing.expert_weights, following.attn_norm, eps)
         delta = self._group.all_reduce(combine(y, places, routing.expert_weights))
-        return add_norm_quantize(residual, norm, eps, delta=delta)
+        return (add_norm_quantize if in_fp8 else add_norm)(residual, following.attn_norm, eps, delta=delta)
 
-    def _write_kv(self, index: int, rows: FP8Rows, inputs: ChunkInputs, pool: Tensor, on_layer: LayerHook | None) -> Tensor:
-        """Projects, rotates and stores K and V. Returns: q [T, H, D]"""
-        layer = self.weights.layers[index]
+    def _write_kv(
+        self, index: int, rows: NormedRows, inputs: ChunkInputs, pool: Tensor, attention: ChunkAttention, on_layer: LayerHook | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Projects, rotates and stores K and V. Returns: q [T, H, D]; k and v [T, K, D] if the attention reads rows"""
+        layer, heads = self.weights.layers[index], self.heads
         slots = inputs.sliding_slots if self.config.sliding[index] else inputs.full_slots
-        qkv = gemm_fp8(*rows, *layer.qkv)
-        q = rope_write_kv(qkv, layer.qkv_bias, self._cos_sin, inputs.positions, slots, pool, self.heads.num_qo_heads)
+        qkv = _project(rows, layer.qkv)
+        kv_rows = None
+        if attention.reads_rows:
+            shape = (qkv.shape[0], heads.num_kv_heads, heads.head_dim)
+            kv_rows = (qkv.new_empty(shape), qkv.new_empty(shape))
+        q = rope_write_kv(qkv, layer.qkv_bias, self._cos_sin, inputs.positions, slots, pool, heads.num_qo_heads, kv_rows=kv_rows)
         if on_layer is not None:
             on_layer(index)
-        return q
+        return q, kv_rows
 
     def _moe(
         self, index: int, residual: Tensor, attended: Tensor, counts: Tensor, num_tokens: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
         """Output projection, router and experts; adds the projection to residual. Returns: y [M, C], routing, each choice's row [T, k]"""
         config, layer = self.config, self.weights.layers[index]
-        delta = self._group.all_reduce(gemm_fp8(*quantize_rows(attended.flatten(1)), *layer.o))
+        flat = attended.flatten(1)
+        delta = self._group.all_reduce(_project(quantize_rows(flat) if isinstance(layer.o, Fp8Weight) else flat, layer.o))
+        inverse_rms = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
         rows = add_norm_quantize(
-            residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS
+            residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS,
+            inverse_rms=inverse_rms,
         )  # fmt: skip
         offset = None if self.logit_offset is None else self.logit_offset[index, : residual.shape[0]]
         routing = route(
-            residual, layer.mlp_norm, config.rms_norm_eps, layer.router, layer.router_bias, config.experts_per_token, counts,
+            residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
             first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
         )  # fmt: skip
         expert_rows = permute_rows(*rows, routing, alignment=self._row_alignment, first_expert=layer.first_expert)
@@ -255,3 +178,10 @@ class CudaPrefill:
             logits = x.float() @ self.weights.lm_head.float().t()
         missing = vocab_rows_per_rank(self.config.vocab_size, self._group.size) - logits.shape[1]
         return self._group.all_gather(torch.nn.functional.pad(logits, (0, missing)), dim=1)[:, : self.config.vocab_size]
+
+
+def _project(rows: NormedRows, weight: Fp8Weight | Tensor) -> Tensor:
+    """rows @ weight.T in the weight's precision. Returns: [T, R] bf16 on CUDA, fp32 elsewhere"""
+    if isinstance(weight, Fp8Weight):
+        return gemm_fp8(*rows, *weight)
+    return torch.mm(rows, weight.t()) if rows.is_cuda else rows.float() @ weight.float().t()

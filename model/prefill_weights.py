@@ -1,13 +1,14 @@
 """A rank's weights as the FP8 prefill forward wants them, made once at load from what `model/weights.py` read.
 
-Projections and experts are FP8 in 128x128 blocks with their columns padded once; expert biases lie in the padding. Called by the prefill
-worker's ranks and by benchmarks. Legend: C hidden_size, E local experts, I local intermediate, R rows, P padded columns.
+Experts are FP8 in 128x128 blocks with their columns padded once, biases in the padding; projections are the same or stay bf16, as the
+caller chooses. Called by the prefill worker's ranks and by benchmarks.
+Legend: C hidden_size, E local experts, I local intermediate, R rows, P padded columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from common.errors import ConfigError
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP8_BLOCK, fp8_quant_blocks_ref
+from kernels.router import fold_router
 from model.config import ModelConfig
 from model.shards import ExpertMatrix, Fp8Matrix, LayerShard, Mxfp4Matrix, ShardWeights
+
+Projections = Literal["fp8", "bf16", "bf16_qkv"]  # which of the QKV and output projections are FP8: both, none, the output's
 
 
 class Fp8Weight(NamedTuple):
@@ -31,15 +35,16 @@ class Fp8Weight(NamedTuple):
 class PrefillLayer:
     """One layer on one rank.
 
-    Shapes: qkv [(H + 2K) * D, P]; qkv_bias [(H + 2K) * D]; sinks [H] fp32; o [C, H * D]; o_bias [C]; router [all experts, C]
+    Shapes: qkv [(H + 2K) * D, P] in FP8 or [.., C] in bf16; qkv_bias [(H + 2K) * D]; sinks [H] fp32; o [C, H * D]; o_bias [C]
+    Shapes: router [2 * all experts, C] from `fold_router`, the MoE norm inside; router_bias [all experts]
     Shapes: gate_up [E, 2I, P] and down [E, C, P], biases folded in; norms [C]
     """
 
     attn_norm: Tensor
-    qkv: Fp8Weight
+    qkv: Fp8Weight | Tensor
     qkv_bias: Tensor
     sinks: Tensor
-    o: Fp8Weight
+    o: Fp8Weight | Tensor
     o_bias: Tensor
     mlp_norm: Tensor
     router: Tensor
@@ -60,13 +65,16 @@ class PrefillWeights:
     lm_head: Tensor
 
 
-def prepare_prefill_weights(config: ModelConfig, shard: ShardWeights, device: torch.device | str) -> PrefillWeights:
+def prepare_prefill_weights(
+    config: ModelConfig, shard: ShardWeights, device: torch.device | str, *, projections: Projections = "fp8"
+) -> PrefillWeights:
     """Quantises the projections, packs the experts and folds their biases, layer by layer.
 
+    Units: projections: "fp8" is the fastest; "bf16_qkv" keeps Q, K and V exact, where FP8 costs the most accuracy; "bf16" both
     Effects: the shard's expert tensors are copied to the device one layer at a time; dense ones are quantised
     Raises: ConfigError if the shard's experts are MXFP4: an FP8 pool loads what `tandem convert` wrote
     """
-    layers = tuple(_prepare_layer(config, layer, device) for layer in shard.layers)
+    layers = tuple(_prepare_layer(config, layer, device, projections) for layer in shard.layers)
     return PrefillWeights(shard.embed.to(device), layers, shard.norm.to(device), shard.lm_head.to(device))
 
 
@@ -105,18 +113,18 @@ def pack_experts(matrix: Fp8Matrix, bias: Tensor, device: torch.device | str) ->
     return Fp8Weight(values, scales)
 
 
-def _prepare_layer(config: ModelConfig, layer: LayerShard, device: torch.device | str) -> PrefillLayer:
+def _prepare_layer(config: ModelConfig, layer: LayerShard, device: torch.device | str, projections: Projections) -> PrefillLayer:
     experts = layer.experts
     num_qo_heads = layer.sinks.shape[0]
     return PrefillLayer(
         attn_norm=layer.attn_norm.to(device),
-        qkv=quantize_projection(layer.qkv.to(device)),
+        qkv=quantize_projection(layer.qkv.to(device)) if projections == "fp8" else layer.qkv.to(device),
         qkv_bias=layer.qkv_bias.to(device),
         sinks=layer.sinks.to(device).float(),
-        o=quantize_projection(layer.o.to(device)),
+        o=layer.o.to(device) if projections == "bf16" else quantize_projection(layer.o.to(device)),
         o_bias=layer.o_bias.to(device),
         mlp_norm=layer.mlp_norm.to(device),
-        router=layer.router.to(device),
+        router=fold_router(layer.router.to(device), layer.mlp_norm.to(device)),
         router_bias=layer.router_bias.to(device),
         gate_up=pack_experts(fp8_matrix(experts.gate_up), experts.gate_up_bias, device),
         down=pack_experts(fp8_matrix(experts.down), experts.down_bias, device),

@@ -13,13 +13,15 @@ from common.proto import plan_pb2, types_pb2
 from common.rank_spec import RankSpec
 from common.server_thread import ServerThread
 from model.build import BuildModel, BuiltModel
-from model.group import GroupLinks, open_group
+from model.control import LeaderChannel
+from model.group import GroupLinks, RankWatch, open_group
 from model.kv_memory import agree_on_memory
+from model.rank_life import RankLife
 
 
 @dataclass
 class StartedRank:
-    """`server` on rank 0 alone. Units: max_len: longest prompt + output [tokens]"""
+    """Units: max_len: longest prompt + output [tokens]"""
 
     spec: RankSpec
     links: GroupLinks
@@ -27,7 +29,17 @@ class StartedRank:
     geometry: KVGeometry
     max_len: int
     facts: plan_pb2.GroupFacts
-    server: ServerThread | None
+    own_server: ServerThread | None
+
+    @property
+    def server(self) -> ServerThread:
+        """Bound, not serving yet; rank 0 alone has one."""
+        assert self.own_server is not None
+        return self.own_server
+
+    def watch(self, life: RankLife) -> RankWatch:
+        """Ends this rank when another one's process is gone."""
+        return RankWatch(list(self.facts.ranks), self.spec.rank, lambda rank: life.fail(f"rank {rank} of the group died"))
 
     def describe(self, role: types_pb2.Role, transports: list[str]) -> types_pb2.GroupDescription:
         """What the group tells of itself; for rank 0."""
@@ -50,8 +62,8 @@ class StartedRank:
 
     def close(self) -> None:
         self.links.close()
-        if self.server is not None:
-            self.server.stop(0)
+        if self.own_server is not None:
+            self.own_server.stop(0)
 
 
 def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGeometry, int], int], useful_sequences: int) -> StartedRank:
@@ -68,7 +80,7 @@ def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGe
         built = build(spec, links.compute)
         geometry = built.config.kv_geometry(spec.block_size, spec.kv_dtype)
         max_len = min(spec.max_model_len, built.config.max_position)
-        server = ServerThread(spec.listen_host) if links.leader is not None else None
+        server = ServerThread(spec.listen_host) if isinstance(links.control, LeaderChannel) else None
         facts = agree_on_memory(
             spec,
             links,

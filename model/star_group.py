@@ -74,4 +74,4 @@ class StarGroup:
 
 def _bytes(t: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(t.detach().view(-1).view(torch.uint8).numpy())
+    return t.detach().view(-1).view(torch.uint8).numpy().data

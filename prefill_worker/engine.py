@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from common.errors import DeadlineError, OverloadedError, PeerLost, RemoteError, ServingError
-from common.proto import plan_pb2, types_pb2
+from common.proto import plan_pb2, types_pb2, worker_pb2
 from model.control import DISAGREEMENT_S, LeaderChannel
 from model.sampling import sample
 from prefill_worker.executor import PrefillExecutor, wants_reply
@@ -172,7 +172,7 @@ class PrefillEngine:
         if chunk.start == 0:
             job.started_s = self._clock()
             job.listener.on_started()
-            error = self._begin(job) if job.reservation is not None else None
+            error = self._begin(job, job.reservation) if job.reservation is not None else None
             if error is not None:
                 self._cancel(job.key, error)
                 return
@@ -182,22 +182,22 @@ class PrefillEngine:
         plan.chunk.view.full_blocks.extend(chunk.full_blocks)
         plan.chunk.view.sliding_first = chunk.sliding_first
         plan.chunk.view.sliding_blocks.extend(chunk.sliding_blocks)
-        plan.chunk.transfer_id = job.reservation.transfer_id if job.is_begun else 0
+        plan.chunk.transfer_id = job.pushed_transfer_id
         plan.chunk.is_last = chunk.is_last
         error, logits = self._execute(plan)
         self._scheduler.chunk_done()
         if error is not None:
             self._cancel(job.key, error)
-        elif chunk.is_last:
+        elif chunk.is_last and logits is not None:
             self._first_token(job, logits)
 
-    def _begin(self, job: PrefillJob) -> ServingError | None:
+    def _begin(self, job: PrefillJob, reservation: worker_pb2.Reservation) -> ServingError | None:
         """Opens the job's push on every rank."""
         if not job.listener.may_begin():
             return PeerLost("the reservation was given up before the prefill began")
         left_s = _LONGEST_PUSH_S if job.deadline_s is None else min(_LONGEST_PUSH_S, job.deadline_s - self._clock())
         plan = plan_pb2.PrefillPlan()
-        plan.begin.reservation.CopyFrom(job.reservation)
+        plan.begin.reservation.CopyFrom(reservation)
         plan.begin.num_tokens = len(job.token_ids)
         plan.begin.full_blocks.extend(self._scheduler.full_blocks(job.key))
         plan.begin.deadline_ms = max(1, int(left_s * 1000))

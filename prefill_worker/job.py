@@ -57,3 +57,8 @@ class PrefillJob:
     listener: Listener
     is_begun: bool = False
     started_s: float = 0.0
+
+    @property
+    def pushed_transfer_id(self) -> int:
+        """0 if nothing is being pushed."""
+        return self.reservation.transfer_id if self.reservation is not None and self.is_begun else 0

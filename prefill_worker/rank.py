@@ -6,6 +6,7 @@ A plain class: the cluster wraps it in a Ray actor, tests run it in a process of
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from common.kv_layout import KVGeometry
@@ -15,7 +16,7 @@ from common.token_bytes import TokenBytes
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import Sender
 from model.build import BuildModel, build_model
-from model.group import RankWatch
+from model.control import FollowerChannel, LeaderChannel
 from model.kv_cache import KVCache
 from model.rank_life import RankLife
 from model.rank_start import StartedRank, start_rank
@@ -40,6 +41,7 @@ class PrefillRank:
         self._build = build
         self._life = RankLife()
         self._engine: PrefillEngine | None = None
+        self._service: PrefillService | None = None
 
     def start(self) -> types_pb2.GroupDescription | None:
         """Returns once this rank serves: the group's description on rank 0, None on the others.
@@ -48,7 +50,11 @@ class PrefillRank:
         """
         started = start_rank(self.spec, self._build, self._sliding_blocks, _PROMPTS_KEPT)
         try:
-            return self._lead(started) if started.server is not None else self._follow(started)
+            control = started.links.control
+            if isinstance(control, LeaderChannel):
+                return self._lead(started, control)
+            self._follow(started, control)
+            return None
         except BaseException:
             started.close()
             raise
@@ -68,57 +74,56 @@ class PrefillRank:
     def _sliding_blocks(self, geometry: KVGeometry, max_len: int) -> int:
         return sliding_blocks_for(geometry, min(self.spec.chunk_tokens, max_len), _PUSHES_AHEAD)
 
-    def _executor(self, started: StartedRank, report) -> PrefillExecutor:
+    def _executor(self, started: StartedRank, report: Callable[[worker_pb2.PushReport], None]) -> PrefillExecutor:
         spec, geometry, facts = self.spec, started.geometry, started.facts
         kv = KVCache(geometry, spec.tp, spec.rank, facts.full_blocks, facts.sliding_blocks, spec.device)
         view = PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank)
         sender = Sender(view, key=spec.key, rank=spec.rank, preference=spec.transport, io_timeout_s=spec.lease_s)
-        return PrefillExecutor(started.built.model, kv, sender, spec.rank, spec.device, report)
+        return PrefillExecutor(started.built.ready(kv), kv, sender, spec.rank, spec.device, report)
 
-    def _lead(self, started: StartedRank) -> types_pb2.GroupDescription:
+    def _lead(self, started: StartedRank, control: LeaderChannel) -> types_pb2.GroupDescription:
         spec, server, facts = self.spec, started.server, started.facts
-        services: list[PrefillService] = []
-
-        def report(report: worker_pb2.PushReport) -> None:
-            server.loop.call_soon_threadsafe(services[0].take_report, report)
-
-        executor = self._executor(started, report)
+        executor = self._executor(started, lambda report: self._serving().take_report(report))
         chunk_tokens = min(spec.chunk_tokens, started.max_len)
         scheduler = PrefillScheduler(started.geometry, facts.full_blocks, facts.sliding_blocks, chunk_tokens)
-        engine = self._engine = PrefillEngine(scheduler, executor, started.links.leader)
-        description = started.describe(types_pb2.ROLE_PREFILL, ["shm", "tcp"] if spec.transport == "auto" else [spec.transport])
-        service_facts = PrefillFacts(
-            description=description,
-            geometry=started.geometry,
-            vocab_size=started.built.config.vocab_size,
-            eos_token_ids=frozenset(started.built.config.eos_token_ids),
-            token_bytes=TokenBytes(Path(spec.vocab)).of if spec.vocab else None,
-            key=spec.key,
-            lease_s=spec.lease_s,
-        )
+        engine = self._engine = PrefillEngine(scheduler, executor, control)
+        service_facts = self._facts(started)
 
         def register(grpc_server) -> None:
-            services.append(PrefillService(engine, service_facts))
-            worker_pb2_grpc.add_PrefillGroupServicer_to_server(services[0], grpc_server)
+            self._service = PrefillService(engine, service_facts)
+            worker_pb2_grpc.add_PrefillGroupServicer_to_server(self._service, grpc_server)
 
         server.serve(register)
-        watch = self._watch(started)
+        watch = started.watch(self._life)
 
         def clean_up() -> None:
             watch.stop()
             executor.close()
-            server.call(services[0].close())
+            server.call(self._serving().close())
             server.stop(_GRACE_S)
             started.links.close()
 
         self._life.start(engine.run, clean_up)
         logger.info("prefill group %s serves at %s", spec.group, server.address)
-        return description
+        return service_facts.description
 
-    def _follow(self, started: StartedRank) -> None:
+    def _facts(self, started: StartedRank) -> PrefillFacts:
+        spec, config = self.spec, started.built.config
+        transports = ["shm", "tcp"] if spec.transport == "auto" else [spec.transport]
+        return PrefillFacts(
+            description=started.describe(types_pb2.ROLE_PREFILL, transports),
+            geometry=started.geometry,
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            token_bytes=TokenBytes(Path(spec.vocab)).load().of if spec.vocab else None,
+            key=spec.key,
+            lease_s=spec.lease_s,
+        )
+
+    def _follow(self, started: StartedRank, control: FollowerChannel) -> None:
         reporter = PushReporter(started.facts.leader_address)
         executor = self._executor(started, reporter.send)
-        watch = self._watch(started)
+        watch = started.watch(self._life)
 
         def clean_up() -> None:
             watch.stop()
@@ -126,7 +131,8 @@ class PrefillRank:
             reporter.close()
             started.links.close()
 
-        self._life.start(lambda: follow(started.links.follower, executor), clean_up)
+        self._life.start(lambda: follow(control, executor), clean_up)
 
-    def _watch(self, started: StartedRank) -> RankWatch:
-        return RankWatch(list(started.facts.ranks), self.spec.rank, lambda rank: self._life.fail(f"rank {rank} of the group died"))
+    def _serving(self) -> PrefillService:
+        assert self._service is not None  # the engine starts after it
+        return self._service

@@ -64,7 +64,7 @@ class PrefillScheduler:
         """The chunk to compute now; None if nothing waits or the next prompt's blocks are not free yet."""
         if self._computing is None and not self._begin_next():
             return None
-        prompt, g = self._computing, self._geometry
+        prompt, g = self._current(), self._geometry
         start, end = prompt.num_done, min(prompt.num_done + self._chunk_tokens, prompt.num_tokens)
         self._drop_sliding(prompt, g.first_live_block(start))
         missing = g.blocks_for(end) - prompt.sliding_first - len(prompt.sliding)
@@ -74,18 +74,18 @@ class PrefillScheduler:
 
     def full_blocks(self, key: str) -> tuple[int, ...]:
         """All full-layer blocks of the prompt that is being computed."""
-        assert self._computing is not None
-        assert self._computing.key == key
-        return self._computing.full
+        prompt = self._current()
+        assert prompt.key == key
+        return prompt.full
 
     def chunk_done(self) -> None:
         """The forward pass over the last chunk given out is over."""
-        prompt = self._computing
+        prompt = self._current()
         prompt.num_done = min(prompt.num_done + self._chunk_tokens, prompt.num_tokens)
 
     def finish(self) -> None:
         """COMPUTING -> PUSHING, keeping only what is handed over."""
-        prompt, self._computing = self._computing, None
+        prompt, self._computing = self._current(), None
         self._drop_sliding(prompt, self._geometry.handover_blocks(prompt.num_tokens, sliding=True)[0])
         self._pushing[prompt.key] = prompt
 
@@ -138,6 +138,10 @@ class PrefillScheduler:
         """Raises: ServingError if pools and prompts disagree"""
         self._full.check()
         self._sliding.check()
+
+    def _current(self) -> _Prompt:
+        assert self._computing is not None
+        return self._computing
 
     def _begin_next(self) -> bool:
         """WAITING -> COMPUTING if all blocks that the prompt will ever need are free."""

@@ -6,6 +6,7 @@ Owns no request: the engine thread computes, `Handovers` looks after reservation
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,10 +50,11 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
     def __init__(self, engine: PrefillEngine, facts: PrefillFacts):
         self._engine = engine
         self._facts = facts
+        self._loop = asyncio.get_running_loop()
         self._peers = DecodePeers(facts.key)
         self._handovers = Handovers(WriterLedger(len(facts.description.ranks)), self._peers, engine.commands.put)
         self._calls: dict[str, PrefillCall] = {}
-        self._renewing = asyncio.get_running_loop().create_task(self._handovers.renew_forever())
+        self._renewing = self._loop.create_task(self._handovers.renew_forever())
 
     async def close(self) -> None:
         """Every call that is still open fails as UNAVAILABLE."""
@@ -63,8 +65,9 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
         await self._peers.close()
 
     def take_report(self, report: worker_pb2.PushReport) -> None:
-        """The leader's own report; called on the loop."""
-        self._handovers.report(report)
+        """The leader's own report; called from transport threads and the engine's."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._handovers.report, report)
 
     # -- RPCs --------------------------------------------------------------------------------------------------------------------------
 

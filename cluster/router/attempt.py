@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import grpc
 
-from cluster.router.groups import DecodeLink, PrefillLink
+from cluster.router.decode_link import DecodeLink
+from cluster.router.groups import GroupLink, PrefillLink
 from cluster.router.job import Job
 from cluster.router.status import from_rpc_error, from_status
 from common.errors import KVTransferError, ServingError, WorkerError
@@ -29,7 +30,7 @@ class Attempt:
         self.work = work
         self.prefill = prefill
         self.decode = decode
-        self.failed_group = 0  # incarnation of the group that failed the attempt
+        self.failed_groups: frozenset[int] = frozenset()  # incarnations of those that may have failed the attempt
         self._on_first_token = on_first_token
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[types_pb2.Finish] = self._loop.create_future()
@@ -44,6 +45,7 @@ class Attempt:
         Raises: ServingError of the group that failed
         """
         internal_id = self.work.internal_id
+        self.prefill.check_alive()
         self.prefill.attach(internal_id, self)
         call = self.prefill.stub.Prefill(worker_pb2.PrefillTask(work=self.work, reservation=reservation))
         reader = self.prefill.spawn(self._read_prefill(call))
@@ -60,19 +62,21 @@ class Attempt:
                 call.cancel()
                 reader.cancel()
 
-    def fail(self, error: ServingError, incarnation: int = 0) -> None:
+    def fail(self, error: ServingError, *suspects: GroupLink | None) -> None:
+        """`suspects`: the groups that the error may be the fault of."""
         if not self._outcome.done():
-            self.failed_group = incarnation
+            self.failed_groups = frozenset(link.description.incarnation for link in suspects if link is not None)
             self._outcome.set_exception(error)
+            self._outcome.exception()  # whoever gives the attempt up before `run` has no use for it
 
     # -- what links call ---------------------------------------------------------------------------------------------------------------
 
     def on_lost(self, error: ServingError) -> None:
         """A group is gone. A prefill group no longer matters once its bytes are over."""
         if self.decode is not None and self.decode.lost is error:
-            self.fail(error, self.decode.description.incarnation)
+            self.fail(error, self.decode)
         elif not (self._handed_over or self._decoding):
-            self.fail(error, self.prefill.description.incarnation)
+            self.fail(error, self.prefill)
 
     def on_output(self, output: worker_pb2.SequenceOutput) -> None:
         """From the decode group's frames."""
@@ -96,12 +100,13 @@ class Attempt:
             if not (self._handed_over or self._decoding or self._outcome.done()):
                 error = from_rpc_error(exc, f"group {self.prefill.name}")
                 self.prefill.note_failure(error)
-                self.fail(error, self.prefill.description.incarnation)
+                # After the first token only the hand-over is left, and either side may have broken it.
+                self.fail(error, self.prefill, self.decode if self._has_first else None)
             return
         if not self._has_first:
             self._prefill_broke("ended without a token")
         elif self.decode is not None and not (self._handed_over or self._decoding):
-            self.fail(KVTransferError(f"group {self.prefill.name} ended without a hand-over"), self.prefill.description.incarnation)
+            self.fail(KVTransferError(f"group {self.prefill.name} ended without a hand-over"), self.prefill)
 
     def _on_event(self, event: worker_pb2.PrefillEvent) -> None:
         stamps = self.job.stamps
@@ -119,7 +124,7 @@ class Attempt:
         if output.error_status:
             error = from_status(output.error_status, output.error_message, f"group {self.prefill.name}")
             self.prefill.note_failure(error)
-            self.fail(error, self.prefill.description.incarnation)
+            self.fail(error, self.prefill)
             return
         self.prefill.note_success()
         self._has_first = True
@@ -133,7 +138,7 @@ class Attempt:
     def _prefill_broke(self, what: str) -> None:
         error = WorkerError(f"group {self.prefill.name} {what}")
         self.prefill.note_failure(error)
-        self.fail(error, self.prefill.description.incarnation)
+        self.fail(error, self.prefill)
 
     # -- tokens ------------------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +161,4 @@ class Attempt:
     def _decode_failed(self, error: ServingError) -> None:
         if self.decode is not None:
             self.decode.note_failure(error)
-            self.fail(error, self.decode.description.incarnation)
-        else:
-            self.fail(error, self.prefill.description.incarnation)
+        self.fail(error, self.decode or self.prefill)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.correction import OutputLength
 from cluster.cost_model import Shape
@@ -35,12 +36,19 @@ class DispatchSettings:
 
 
 class _AttemptFailed(Exception):
-    """A group failed a job. `incarnation`: which, 0 if unknown."""
+    """A group failed a job. `suspects`: incarnations of the groups that it may have been."""
 
-    def __init__(self, error: ServingError, incarnation: int):
+    def __init__(self, error: ServingError, suspects: frozenset[int]):
         super().__init__(error.message)
         self.error = error
-        self.incarnation = incarnation
+        self.suspects = suspects
+
+
+class _Shunned(NamedTuple):
+    """Incarnations that an attempt of the job ended on: by a failure, or because they would not take it."""
+
+    failed: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -107,26 +115,29 @@ class Dispatcher:
             self.pools.leave_front(job)
 
     async def _run(self, job: Job) -> None:
-        avoid: frozenset[int] = frozenset()
+        shunned = _Shunned()
         cause: ServingError | None = None
         retries = 0
         while True:
             job.attempts += 1
             try:
-                await self._one_attempt(job, avoid)
+                await self._one_attempt(job, shunned)
                 return
             except _AttemptFailed as failure:
-                cause, avoid = failure.error, avoid | {failure.incarnation}
+                cause, suspects = failure.error, failure.suspects
             except ServingError as exc:
                 raise self._final(job, cause or exc) from exc
-            is_refusal = isinstance(cause, CapacityError)  # nothing died: any group that was not asked yet may have room
-            retries += not is_refusal
-            if not (is_refusal or is_retryable(cause)) or retries > self._settings.max_retries:
+            if isinstance(cause, CapacityError):  # nothing died: any group that was not asked yet may have room
+                shunned = shunned._replace(refused=shunned.refused | suspects)
+            elif is_retryable(cause) and retries < self._settings.max_retries:
+                retries += 1
+                shunned = shunned._replace(failed=shunned.failed | suspects)
+            else:
                 raise self._final(job, cause) from cause
             logger.info("request %s goes elsewhere after %d tokens: %s", job.request.label, len(job.tokens), cause.message)
 
-    async def _one_attempt(self, job: Job, avoid: frozenset[int]) -> None:
-        place = await self._place(job, avoid)
+    async def _one_attempt(self, job: Job, shunned: _Shunned) -> None:
+        place = await self._place(job, shunned)
         assert place.attempt is not None
         assert place.prefill is not None
         attempt = place.attempt
@@ -135,10 +146,9 @@ class Dispatcher:
             place.is_finished = True
         except ServingError as exc:
             if len(job.tokens) < job.max_tokens:
-                raise _AttemptFailed(exc, attempt.failed_group) from exc
-            finish = types_pb2.Finish(
-                reason=types_pb2.FINISH_REASON_LENGTH
-            )  # all tokens are out, only the word that it was the last is lost
+                raise _AttemptFailed(exc, attempt.failed_groups) from exc
+            # All tokens are out; only the word that it was the last is lost.
+            finish = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH)
         finally:
             self._release(place)
         self.output_length.observe(len(job.tokens))
@@ -146,7 +156,7 @@ class Dispatcher:
         groups = (place.prefill.name, attempt.decode.name if attempt.decode is not None else "")
         job.stream.push_complete(report.complete(job, finish, place.decision, groups))
 
-    async def _place(self, job: Job, avoid: frozenset[int]) -> _Placement:
+    async def _place(self, job: Job, shunned: _Shunned) -> _Placement:
         """Chooses and waits until a prefill group and, where one is needed, decode blocks are there; chooses anew when a pool fills up.
 
         Raises: OverloadedError, DeadlineError, or what `choose` raises when nobody is left
@@ -155,7 +165,7 @@ class Dispatcher:
         until_s = min(job.deadline_s, since_s + self._settings.max_wait_s)
         again = job.attempts > 1
         while True:
-            decision = self.decide(job, avoid)
+            decision, avoid = self._decide_without(job, shunned)
             place = self._enqueue(job, decision, until_s, avoid, again)
             try:
                 async with asyncio.timeout_at(until_s):
@@ -172,6 +182,16 @@ class Dispatcher:
                 self._release(place)
                 raise
             again = True
+
+    def _decide_without(self, job: Job, shunned: _Shunned) -> tuple[Decision, frozenset[int]]:
+        """Leaves out the groups that failed or refused the job; if that leaves nobody, those that failed get another chance: the fault may
+        have been a peer's. Returns: the decision, and the incarnations it left out"""
+        try:
+            return self.decide(job, shunned.failed | shunned.refused), shunned.failed | shunned.refused
+        except WorkerLost:
+            if not shunned.failed:
+                raise
+            return self.decide(job, shunned.refused), shunned.refused
 
     def _enqueue(self, job: Job, decision: Decision, until_s: float, avoid: frozenset[int], again: bool) -> _Placement:
         pool = self.pools.set.prefill[decision.prefill.pool.spec.name]
@@ -221,7 +241,7 @@ class Dispatcher:
             except CapacityError:
                 link.detach(work.internal_id)
             except ServingError as exc:
-                failure = _AttemptFailed(exc, link.description.incarnation)
+                failure = _AttemptFailed(exc, frozenset((link.description.incarnation,)))
                 link.detach(work.internal_id)
                 link.abort(work.internal_id, "reservation failed")
             attempt.decode = None

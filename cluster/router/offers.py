@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, prefill_ms
 from cluster.router.choice import DecodeOffer, Exclusion, Out, PrefillOffer, spread
-from cluster.router.groups import DecodeLink
+from cluster.router.decode_link import DecodeLink
 from cluster.router.pool import DecodePool, PrefillPool
 
 IDLE_ROOM_WAIT_MS = 50.0  # least wait that is expected at a pool without room
@@ -24,7 +24,7 @@ def prefill_offers(
 
 def _prefill_offer(pool: PrefillPool, shape: Shape, priority: int, avoid: frozenset[int], now_s: float) -> PrefillOffer:
     links = _without(pool.healthy(), avoid)
-    took = prefill_ms(pool.prepared, shape.prompt, pool.correction.factor(now_s))
+    took = prefill_ms(pool.prepared, shape.prompt, pool.correction.factor(shape.prompt, now_s))
     out = pool.exclusion(links)
     if out is not None:
         return PrefillOffer(pool.prepared, "", 0.0, pool.dispatch.ms, took, out)

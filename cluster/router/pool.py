@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from cluster.correction import Correction, Delay
+from cluster.correction import Correction, Delay, SizeCorrection
 from cluster.cost_model import PoolSpec, PreparedPool, prepare_decode, prepare_prefill
 from cluster.profile import Profile
 from cluster.router.choice import Exclusion, Out
-from cluster.router.groups import DecodeLink, GroupLink, PrefillLink
+from cluster.router.decode_link import DecodeLink
+from cluster.router.groups import GroupLink, PrefillLink
 from cluster.router.queue import PrefillQueue, QueueLimits, Ticket, wait_until_free_ms
 from common.kv_layout import KVGeometry
 from common.proto import router_pb2, types_pb2
@@ -82,7 +83,7 @@ class PrefillPool(Pool[PrefillLink]):
     def __init__(self, spec: PoolSpec, profile: Profile, limits: QueueLimits):
         super().__init__(spec, types_pb2.ROLE_PREFILL, prepare_prefill(profile, spec))
         self.queue = PrefillQueue(limits)
-        self.correction = Correction()
+        self.correction = SizeCorrection()
         self.dispatch = Delay()
 
     def wait_ms(self, busy_ms: list[float], priority: int = 0) -> float:

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 
 from cluster.cost_model import PoolSpec
 from cluster.profile import Profile
+from cluster.router.decode_link import DecodeLink
 from cluster.router.directory import Directory
-from cluster.router.groups import DecodeLink, GroupLink, PrefillLink
+from cluster.router.groups import GroupLink, PrefillLink
 from cluster.router.pool import DecodePool, MovedOn, Pool, PoolSet, PrefillPool, Waiter, spec_of
 from cluster.router.queue import QueueLimits, Ticket
 from common.errors import LayoutMismatch

@@ -53,7 +53,8 @@ def learn(job: Job, decision: Decision, prefill: PrefillPool, decode: DecodePool
     if job.attempts != 1:
         return
     stamps, predicted = job.stamps, decision.prediction
-    prefill.correction.observe(prefill_ms(prefill.prepared, decision.shape.prompt), stamps.prefill_ms, now_s)
+    size = decision.shape.prompt
+    prefill.correction.observe(size, prefill_ms(prefill.prepared, size), stamps.prefill_ms, now_s)
     if stamps.started_s and predicted.queue_ms == 0.0:
         prefill.dispatch.observe((stamps.first_token_s - stamps.arrived_s) * 1e3 - stamps.prefill_ms)
     if decode is None or decision.decode is None or len(job.tokens) < 3:

@@ -20,7 +20,7 @@ from cluster.router.generate import Generator
 from cluster.router.pool import Pool
 from cluster.router.pools import Pools
 from cluster.router.status import abort
-from common.errors import InvalidRequestError, ServingError, WorkerLost
+from common.errors import ConfigError, InvalidRequestError, ServingError, WorkerLost
 from common.proto import router_pb2, types_pb2
 from common.requests import ModelLimits, check_request, check_sampling
 
@@ -166,11 +166,11 @@ class RouterServer:
         self._watch: asyncio.Task | None = None
 
     async def start(self, listen: str) -> str:
-        """Returns: host:port that it listens on. Raises: ServingError if the address can't be had"""
+        """Returns: host:port that it listens on. Raises: ConfigError if the address can't be had"""
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as exc:
-            raise WorkerLost(f"can't listen on {listen}: {exc}") from exc
+            raise ConfigError(f"can't listen on {listen}: {exc}") from exc
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()

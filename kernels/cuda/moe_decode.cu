@@ -1,55 +1,59 @@
-// MXFP4 expert products for few tokens: weights are the 16-row operand and stream from memory once, tokens the 8-column operand and stay
-// in registers. Each warp owns a slice of the columns; a block walks a contiguous range of (expert, 16-row tile) and adds its warps' sums
-// in a fixed order, so that a token's result does not depend on the other tokens. Weight layout: `kernels/moe_decode.py`.
+// MXFP4 expert products for few tokens, both in one persistent launch. Weights are the 16-row operand and stream from memory once; tokens
+// are the 8-column operand and stay in registers. Each warp owns a slice of the columns; a block walks a contiguous range of (expert, 32
+// rows) of the first product, then of the second, and its last warp adds the others' sums in a fixed order, so that a token's result does
+// not depend on the other tokens. The weights of the second product are asked for while the first one ends. Layout: `kernels/moe_decode.py`.
 #include "primitives.cuh"
 
 namespace {
 
-constexpr int kUnitBytes = 272;  // 16 rows x 32 columns: 256 bytes of codes, 16 of scales
+constexpr int kUnitBytes = 544;  // 32 rows x 32 columns: 512 bytes of codes, 32 of scales
 constexpr int kMaxExperts = 128;
 constexpr int kMaxPairs = 512;
+constexpr int kSums = 2;  // partial sums of two items in flight between the warps and the one that adds them
 
+struct Product {
+  const uint16_t* x;       // [rows, columns] bf16
+  const uint8_t* weights;  // [experts, tiles, columns / 32, 544], a tile is 32 rows
+  const uint16_t* bias;    // [experts, tiles * 32] bf16, the checkpoint's order
+  uint16_t* out;           // [pairs, out_columns] bf16
+  int tiles, pairs_per_row, out_columns;
+};
 struct MoeArgs {
-  const uint16_t* x;          // [rows, columns] bf16
-  const uint8_t* weights;     // [experts, tiles, columns / 32, 272]
-  const uint16_t* bias;       // [experts, tiles * 16] bf16, the checkpoint's order
+  Product product[2];         // gate/up with SwiGLU, down
   const int32_t* expert_ids;  // [pairs], global ids, -1 for none
-  uint16_t* out;              // [pairs, out_columns] bf16
-  int pairs, pairs_per_row, first_expert, experts, tiles, experts_known_early;
+  int32_t* arrived;           // [2], zero before and after
+  int pairs, first_expert, experts, first_phase, last_phase;
   float alpha, limit;
 };
 
-// The (expert, tokens) groups of this step, the same in every block.
+// The (expert, tokens) groups of this step, the same experts in the same order in every block.
 struct Groups {
   int16_t order[kMaxPairs];                 // pair ids, by expert
   int16_t begin[kMaxExperts + kMaxPairs];   // of a group, into order
   int16_t count[kMaxExperts + kMaxPairs];
   int16_t expert[kMaxExperts + kMaxPairs];
-  int16_t pair_expert[kMaxPairs];
-  int16_t per_expert[kMaxExperts], first_pair[kMaxExperts], first_group[kMaxExperts];
+  int16_t rank[kMaxPairs];                  // of a pair among its expert's
+  int32_t per_expert[kMaxExperts];
+  int16_t first_pair[kMaxExperts], first_group[kMaxExperts];
   int total;
 };
 
+// The order of pairs inside a group is left to chance: a pair's column of the product does not see it.
 template <int MAX_TOKENS>
 __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
   const int t = threadIdx.x;
-  for (int i = t; i < a.pairs; i += blockDim.x) {
-    const int e = __ldcg(a.expert_ids + i);
-    s.pair_expert[i] = (e >= a.first_expert && e < a.first_expert + a.experts) ? e - a.first_expert : -1;
-  }
+  for (int e = t; e < kMaxExperts; e += blockDim.x) s.per_expert[e] = 0;
   __syncthreads();
-  if (t < a.experts) {
-    int n = 0;
-    for (int i = 0; i < a.pairs; i++) n += s.pair_expert[i] == t;
-    s.per_expert[t] = n;
+  for (int i = t; i < a.pairs; i += blockDim.x) {
+    const int e = __ldcg(a.expert_ids + i) - a.first_expert;
+    if (e >= 0 && e < a.experts) s.rank[i] = atomicAdd(s.per_expert + e, 1);
   }
   __syncthreads();
   if (t < 32) {
     constexpr int kEach = kMaxExperts / 32;
     int pairs = 0, groups = 0;
     for (int i = 0; i < kEach; i++) {
-      const int e = t * kEach + i;
-      const int n = e < a.experts ? s.per_expert[e] : 0;
+      const int n = s.per_expert[t * kEach + i];
       pairs += n;
       groups += (n + MAX_TOKENS - 1) / MAX_TOKENS;
     }
@@ -60,29 +64,34 @@ __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
     }
     int first_pair = pairs_end - pairs, first_group = groups_end - groups;
     for (int i = 0; i < kEach; i++) {
-      const int e = t * kEach + i;
-      if (e >= a.experts) break;
+      const int e = t * kEach + i, n = s.per_expert[e];
       s.first_pair[e] = first_pair;
-      s.first_group[e] = first_group;
-      first_pair += s.per_expert[e];
-      first_group += (s.per_expert[e] + MAX_TOKENS - 1) / MAX_TOKENS;
+      for (int done = 0; done < n; done += MAX_TOKENS, first_group++) {
+        s.begin[first_group] = first_pair + done;
+        s.count[first_group] = min(n - done, MAX_TOKENS);
+        s.expert[first_group] = e;
+      }
+      first_pair += n;
     }
     if (t == 31) s.total = groups_end;
   }
   __syncthreads();
-  if (t < a.experts) {
-    int place = s.first_pair[t];
-    const int n = s.per_expert[t];
-    for (int done = 0, g = s.first_group[t]; done < n; done += MAX_TOKENS, g++) {
-      s.begin[g] = place + done;
-      s.count[g] = min(n - done, MAX_TOKENS);
-      s.expert[g] = t;
-    }
-    if (n > 0)
-      for (int i = 0; i < a.pairs; i++)
-        if (s.pair_expert[i] == t) s.order[place++] = i;
+  for (int i = t; i < a.pairs; i += blockDim.x) {
+    const int e = __ldcg(a.expert_ids + i) - a.first_expert;
+    if (e >= 0 && e < a.experts) s.order[s.first_pair[e] + s.rank[i]] = i;
   }
   __syncthreads();
+}
+
+// A block's share of one product: items are (group, tile).
+struct Share {
+  int first, last;
+};
+__device__ __forceinline__ Share share_of(const MoeArgs& a, const Groups& s, int phase) {
+  if (phase < a.first_phase || phase > a.last_phase) return {0, 0};
+  const int items = s.total * a.product[phase].tiles, blocks = gridDim.x;
+  return {static_cast<int>(static_cast<long long>(items) * blockIdx.x / blocks),
+          static_cast<int>(static_cast<long long>(items) * (blockIdx.x + 1) / blocks)};
 }
 
 // Eight 4-bit weights of one row to four bf16 pairs. The stored bits lie so that a rotation puts sign, exponent and mantissa where bf16
@@ -95,29 +104,42 @@ __device__ __forceinline__ void decode_fp4(uint32_t q, uint32_t scale, uint32_t 
   w[3] = bf16x2_mul(((q & 0x001B001Bu) * 0x1084u) & kMask, scale);
 }
 
-template <int WARPS, int UNITS, int STAGES>
+// One warp's ring of weights, asked for STEP units at a time across the items of both products.
+template <int WARPS, int UNITS, int STEP, int STAGES>
 struct WeightStream {
-  static constexpr int kSlice = UNITS * kUnitBytes;
+  static constexpr int kBytes = STEP * kUnitBytes, kParts = UNITS / STEP;
   unsigned char* ring;  // this warp's
   uint64_t* full;
-  const uint8_t* weights;
+  const MoeArgs* args;
   const Groups* groups;
-  int tiles, group, tile, left;  // next tile to ask for, and how many are left
+  int phase, group, tile, part, left;  // next to ask for; items left of this phase
   int slot_in, slot_out, parity;
 
+  __device__ __forceinline__ void open(int next) {
+    const Share share = share_of(*args, *groups, next);
+    phase = next;
+    left = share.last - share.first;
+    group = share.first / args->product[next].tiles;
+    tile = share.first % args->product[next].tiles;
+    part = 0;
+  }
   __device__ __forceinline__ void ask() {
+    if (left == 0 && phase == 0) open(1);
     if (left == 0) return;
-    left--;
+    const Product& p = args->product[phase];
     if (threadIdx.x % 32 == 0) {
-      const size_t at = static_cast<size_t>(groups->expert[group]) * tiles + tile;
-      copy_bulk(ring + slot_in * kSlice, weights + (at * WARPS + threadIdx.x / 32) * kSlice, kSlice, full + slot_in);
+      const size_t at = static_cast<size_t>(groups->expert[group]) * p.tiles + tile;
+      copy_bulk(ring + slot_in * kBytes, p.weights + ((at * WARPS + threadIdx.x / 32) * kParts + part) * kBytes, kBytes, full + slot_in);
     }
     if (++slot_in == STAGES) slot_in = 0;
-    if (++tile == tiles) tile = 0, group++;
+    if (++part < kParts) return;
+    part = 0;
+    left--;
+    if (++tile == p.tiles) tile = 0, group++;
   }
   __device__ __forceinline__ const unsigned char* wait() {
     barrier_wait(full + slot_out, parity);
-    return ring + slot_out * kSlice;
+    return ring + slot_out * kBytes;
   }
   __device__ __forceinline__ void release() {
     __syncwarp();
@@ -126,163 +148,250 @@ struct WeightStream {
   }
 };
 
-template <int WARPS, int UNITS, int MT, int NT, int STAGES, bool GATE_UP>
-__device__ __forceinline__ void run_group(const MoeArgs& a, const Groups& s, WeightStream<WARPS, UNITS, STAGES>& stream, float* partial,
-                                          int& phase, int group, int tile_begin, int tile_end, int out_columns) {
+// Partial sums on their way from the column warps to the adding warp.
+struct Sums {
+  uint64_t* done;   // [kSums], one arrival a column warp
+  uint64_t* free;   // [kSums], one arrival of the adding warp
+  float4* values;   // [kSums][warps][2][NT_MAX][32]
+};
+
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int NT, int STAGES, int ABLATE>
+__device__ __forceinline__ void multiply_group(const Product& p, const Groups& s, WeightStream<WARPS, UNITS, STEP, STAGES>& stream,
+                                               const Sums& sums, int& item, int group, int tiles) {
   constexpr int kColumns = WARPS * UNITS * 32;
-  constexpr int kPartial = WARPS * MT * NT * 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-  const int count = s.count[group], expert = s.expert[group];
+  const int count = s.count[group];
   const int16_t* order = s.order + s.begin[group];
 
   uint4 b[NT][UNITS];
 #pragma unroll
   for (int nt = 0; nt < NT; nt++) {
     const int n = nt * 8 + g;
-    const uint16_t* row = a.x + static_cast<size_t>(n < count ? order[n] / a.pairs_per_row : 0) * kColumns + warp * UNITS * 32 + 8 * c;
+    const uint16_t* row = p.x + static_cast<size_t>(n < count ? order[n] / p.pairs_per_row : 0) * kColumns + warp * UNITS * 32 + 8 * c;
 #pragma unroll
     for (int j = 0; j < UNITS; j++) b[nt][j] = n < count ? load_global_16(row + j * 32) : make_uint4(0, 0, 0, 0);
   }
-  for (int tile = tile_begin; tile < tile_end; tile += MT) {
-    float acc[MT][NT][4] = {};
+  for (int end = item + tiles; item < end; item++) {
+    float acc[2][NT][4] = {};
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-      if (MT > 1 && tile + mt >= tile_end) break;
+    for (int part = 0; part < UNITS / STEP; part++) {
       const unsigned char* slice = stream.wait();
 #pragma unroll
-      for (int j = 0; j < UNITS; j++) {
-        const uint2 codes = *reinterpret_cast<const uint2*>(slice + j * kUnitBytes + lane * 8);
-        const uint32_t scales = *reinterpret_cast<const uint16_t*>(slice + j * kUnitBytes + 256 + g * 2);
-        uint32_t top[4], bottom[4];  // rows g and g + 8
-        decode_fp4(codes.x, (scales & 0xFFu) * 0x00800080u, top);
-        decode_fp4(codes.y, (scales >> 8) * 0x00800080u, bottom);
+      for (int u = 0; u < STEP; u++) {
+        if (ABLATE == 2) break;
+        const int j = part * STEP + u;
+        const uint4 codes = *reinterpret_cast<const uint4*>(slice + u * kUnitBytes + lane * 16);
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(slice + u * kUnitBytes + 512 + g * 4);
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          mma_bf16(acc[mt][nt], top[0], bottom[0], top[1], bottom[1], b[nt][j].x, b[nt][j].y);
-          mma_bf16(acc[mt][nt], top[2], bottom[2], top[3], bottom[3], b[nt][j].z, b[nt][j].w);
+        for (int mt = 0; mt < 2; mt++) {
+          uint32_t top[4], bottom[4];  // rows g and g + 8 of this half
+          const uint32_t q_top = mt ? codes.z : codes.x, q_bottom = mt ? codes.w : codes.y;
+          if (ABLATE == 1) {
+            for (int i = 0; i < 4; i++) top[i] = q_top ^ scales, bottom[i] = q_bottom ^ scales;
+          } else {
+            decode_fp4(q_top, (scales >> (16 * mt) & 0xFFu) * 0x00800080u, top);
+            decode_fp4(q_bottom, (scales >> (16 * mt + 8) & 0xFFu) * 0x00800080u, bottom);
+          }
+#pragma unroll
+          for (int nt = 0; nt < NT; nt++) {
+            mma_bf16(acc[mt][nt], top[0], bottom[0], top[1], bottom[1], b[nt][j].x, b[nt][j].y);
+            mma_bf16(acc[mt][nt], top[2], bottom[2], top[3], bottom[3], b[nt][j].z, b[nt][j].w);
+          }
         }
       }
       stream.release();
     }
-    float* mine = partial + phase * kPartial;
+    const int slot = item % kSums;
+    barrier_wait(sums.free + slot, (item / kSums & 1) ^ 1);
+    float4* mine = sums.values + ((slot * WARPS + warp) * 2 * NT_MAX) * 32 + lane;
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int mt = 0; mt < 2; mt++)
 #pragma unroll
       for (int nt = 0; nt < NT; nt++)
+        mine[(mt * NT_MAX + nt) * 32] = make_float4(acc[mt][nt][0], acc[mt][nt][1], acc[mt][nt][2], acc[mt][nt][3]);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sums.done + slot);
+  }
+}
+
+// Rows g and g + 8 of both halves of a tile, for the epilogue: gate and up of column 8 t + g, or columns 16 t + g and + 8.
+struct Biases {
+  float top[2], bottom[2];
+};
+template <bool GATE_UP>
+__device__ __forceinline__ Biases load_biases(const Product& p, int expert, int tile, int g) {
+  Biases bias;
 #pragma unroll
-        for (int i = 0; i < 4; i++) mine[(((warp * MT + mt) * NT + nt) * 4 + i) * 32 + lane] = acc[mt][nt][i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < MT * NT * 64; i += WARPS * 32) {
-      const int row = i % 8, n = (i / 8) % (NT * 8), mt = i / (NT * 64);
-      if (n >= count || tile + mt >= tile_end) continue;
-      const float* at = mine + ((mt * NT + n / 8) * 4 + (n & 1)) * 32 + 4 * row + (n % 8) / 2;
-      float top = 0.0f, bottom = 0.0f;
+  for (int mt = 0; mt < 2; mt++) {
+    const uint16_t* at = p.bias + (static_cast<size_t>(expert) * p.tiles + tile) * 32 + mt * 16 + (GATE_UP ? 2 * g : g);
+    bias.top[mt] = bf16_to_float(__ldg(at));
+    bias.bottom[mt] = bf16_to_float(__ldg(at + (GATE_UP ? 1 : 8)));
+  }
+  return bias;
+}
+
+template <bool GATE_UP>
+__device__ __forceinline__ void finish(const MoeArgs& a, uint16_t* row, int column, float top, float bottom) {
+  if (GATE_UP) {
+    top = top > a.limit ? a.limit : top;  // comparisons, not fminf: NaN must stay NaN
+    bottom = bottom > a.limit ? a.limit : (bottom < -a.limit ? -a.limit : bottom);
+    row[column] = bf16_from_float((bottom + 1.0f) * top / (1.0f + __expf(-a.alpha * top)));
+  } else {
+    row[column] = bf16_from_float(top);
+    row[column + 8] = bf16_from_float(bottom);
+  }
+}
+
+// The adding warp's walk over the block's share of one product.
+template <int WARPS, int NT_MAX, bool GATE_UP>
+__device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, const Sums& sums, int& item, Share share) {
+  const Product& p = a.product[GATE_UP ? 0 : 1];
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  int group = share.first / p.tiles, tile = share.first % p.tiles;
+  Biases next = {};
+  if (share.first < share.last) next = load_biases<GATE_UP>(p, s.expert[group], tile, g);
+  for (int at = share.first; at < share.last; at++, item++) {
+    const Biases bias = next;
+    const int count = s.count[group], this_tile = tile, slot = item % kSums;
+    const int16_t* order = s.order + s.begin[group];
+    if (++tile == p.tiles) tile = 0, group++;
+    if (at + 1 < share.last) next = load_biases<GATE_UP>(p, s.expert[group], tile, g);
+    barrier_wait(sums.done + slot, item / kSums & 1);
+    const float4* from = sums.values + slot * WARPS * 2 * NT_MAX * 32 + lane;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        top += at[w * MT * NT * 128];
-        bottom += at[w * MT * NT * 128 + 64];
-      }
-      uint16_t* out = a.out + static_cast<size_t>(order[n]) * out_columns;
-      if (GATE_UP) {
-        const int column = (tile + mt) * 8 + row;
-        const uint16_t* bias = a.bias + (static_cast<size_t>(expert) * out_columns + column) * 2;
-        float gate = top + bf16_to_float(__ldg(bias)), up = bottom + bf16_to_float(__ldg(bias + 1));
-        gate = gate > a.limit ? a.limit : gate;  // comparisons, not fminf: NaN must stay NaN
-        up = up > a.limit ? a.limit : (up < -a.limit ? -a.limit : up);
-        out[column] = bf16_from_float((up + 1.0f) * gate / (1.0f + __expf(-a.alpha * gate)));
-      } else {
-        const int column = (tile + mt) * 16 + row;
-        const uint16_t* bias = a.bias + static_cast<size_t>(expert) * out_columns + column;
-        out[column] = bf16_from_float(top + bf16_to_float(__ldg(bias)));
-        out[column + 8] = bf16_from_float(bottom + bf16_to_float(__ldg(bias + 8)));
+    for (int nt = 0; nt < NT_MAX; nt++) {
+      if (nt * 8 >= count) break;
+      float4 sum[2] = {};
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+#pragma unroll
+        for (int mt = 0; mt < 2; mt++) {
+          const float4 v = from[((w * 2 + mt) * NT_MAX + nt) * 32];
+          sum[mt].x += v.x, sum[mt].y += v.y, sum[mt].z += v.z, sum[mt].w += v.w;
+        }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = nt * 8 + 2 * c + half;
+        if (n >= count) continue;
+        uint16_t* row = p.out + static_cast<size_t>(order[n]) * p.out_columns;
+#pragma unroll
+        for (int mt = 0; mt < 2; mt++)
+          finish<GATE_UP>(a, row, GATE_UP ? this_tile * 16 + mt * 8 + g : this_tile * 32 + mt * 16 + g,
+                          (half ? sum[mt].y : sum[mt].x) + bias.top[mt], (half ? sum[mt].w : sum[mt].z) + bias.bottom[mt]);
       }
     }
-    phase ^= 1;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sums.free + slot);
   }
 }
 
-template <int WARPS, int UNITS, int MT, int NT_MAX, int STAGES, bool GATE_UP>
-__global__ void __launch_bounds__(WARPS * 32, 1) moe_gemm(MoeArgs a) {
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ABLATE>
+__global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
   DYNAMIC_SHARED(shared);
-  using Stream = WeightStream<WARPS, UNITS, STAGES>;
+  using Stream = WeightStream<WARPS, UNITS, STEP, STAGES>;
+  constexpr int kBarriers = WARPS * STAGES + 2 * kSums;
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
-  unsigned char* rings = shared + (WARPS * STAGES * 8 + 127) / 128 * 128;
-  float* partial = reinterpret_cast<float*>(rings + WARPS * STAGES * Stream::kSlice);
-  Groups& groups = *reinterpret_cast<Groups*>(partial + 2 * WARPS * MT * NT_MAX * 128);
-  const int warp = threadIdx.x / 32;
+  unsigned char* rings = shared + (kBarriers * 8 + 127) / 128 * 128;
+  const Sums sums = {full + WARPS * STAGES, full + WARPS * STAGES + kSums, reinterpret_cast<float4*>(rings + WARPS * STAGES * Stream::kBytes)};
+  Groups& groups = *reinterpret_cast<Groups*>(sums.values + kSums * WARPS * 2 * NT_MAX * 32);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (threadIdx.x < WARPS * STAGES) barrier_init(full + threadIdx.x, 1);
+  for (int i = threadIdx.x; i < kBarriers; i += blockDim.x)
+    barrier_init(full + i, i >= WARPS * STAGES && i < WARPS * STAGES + kSums ? WARPS : 1);
   barrier_init_fence();
-  // The second product's experts were known before its predecessor ran: its first weights can be on their way while that one works.
-  if (!a.experts_known_early) wait_for_previous_kernel();
+  wait_for_previous_kernel();
   build_groups<NT_MAX * 8>(groups, a);
-
-  const int tiles = groups.total * a.tiles, blocks = gridDim.x;
-  const int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / blocks);
-  const int last = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / blocks);
-  Stream stream = {rings + warp * STAGES * Stream::kSlice, full + warp * STAGES, a.weights, &groups, a.tiles, first / a.tiles,
-                   first % a.tiles, last - first, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < STAGES; i++) stream.ask();
-  if (a.experts_known_early) wait_for_previous_kernel();
   start_next_kernel();
 
-  const int out_columns = GATE_UP ? a.tiles * 8 : a.tiles * 16;
-  int phase = 0;
-  for (int at = first; at < last;) {
-    const int group = at / a.tiles, begin = at % a.tiles;
-    const int end = min(a.tiles, begin + last - at);
-    const int count = groups.count[group];
-    if (NT_MAX == 1 || count <= 8)
-      run_group<WARPS, UNITS, MT, 1, STAGES, GATE_UP>(a, groups, stream, partial, phase, group, begin, end, out_columns);
-    else if (NT_MAX == 2 || count <= 16)
-      run_group<WARPS, UNITS, MT, NT_MAX < 2 ? 1 : 2, STAGES, GATE_UP>(a, groups, stream, partial, phase, group, begin, end, out_columns);
-    else
-      run_group<WARPS, UNITS, MT, NT_MAX < 3 ? 1 : 3, STAGES, GATE_UP>(a, groups, stream, partial, phase, group, begin, end, out_columns);
-    at += end - begin;
+  int item = 0;
+  if (warp == WARPS) {
+    if (a.first_phase == 0) {
+      add_sums<WARPS, NT_MAX, true>(a, groups, sums, item, share_of(a, groups, 0));
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) atomicAdd(a.arrived, 1);
+    }
+    if (a.last_phase == 1) add_sums<WARPS, NT_MAX, false>(a, groups, sums, item, share_of(a, groups, 1));
+  } else {
+    Stream stream = {rings + warp * STAGES * Stream::kBytes, full + warp * STAGES, &a, &groups, 0, 0, 0, 0, 0, 0, 0, 0};
+    stream.open(0);
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) stream.ask();
+    for (int phase = a.first_phase; phase <= a.last_phase; phase++) {
+      const Product& p = a.product[phase];
+      const Share share = share_of(a, groups, phase);
+      if (phase > a.first_phase) wait_for_count(a.arrived, gridDim.x);
+      for (int at = share.first; at < share.last;) {
+        const int group = at / p.tiles, tiles = min(p.tiles - at % p.tiles, share.last - at), count = groups.count[group];
+        if (NT_MAX == 1 || count <= 8)
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, 1, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+        else if (NT_MAX == 2 || count <= 16)
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 2 ? 1 : 2, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+        else
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 3 ? 1 : 3, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+        at += tiles;
+      }
+    }
   }
+  __syncthreads();
+  if (threadIdx.x == 0 && a.first_phase == 0 && atomicAdd(a.arrived + 1, 1) == static_cast<int>(gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
 }
 
-template <int WARPS, int UNITS, int MT, int NT_MAX, int STAGES>
-int launch_moe(const MoeArgs& a, bool gate_up, int blocks, void* stream) {
-  constexpr int kShared = (WARPS * STAGES * 8 + 127) / 128 * 128 + WARPS * STAGES * UNITS * kUnitBytes +
-                          2 * WARPS * MT * NT_MAX * 512 + static_cast<int>(sizeof(Groups));
-  if (gate_up) return launch(moe_gemm<WARPS, UNITS, MT, NT_MAX, STAGES, true>, dim3(blocks), WARPS * 32, kShared, stream, a);
-  return launch(moe_gemm<WARPS, UNITS, MT, NT_MAX, STAGES, false>, dim3(blocks), WARPS * 32, kShared, stream, a);
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ABLATE = 0>
+int launch_moe(MoeArgs a, int blocks, void* stream) {
+  constexpr int kShared = ((WARPS * STAGES + 2 * kSums) * 8 + 127) / 128 * 128 + WARPS * STAGES * STEP * kUnitBytes +
+                          kSums * WARPS * 2 * NT_MAX * 512 + static_cast<int>(sizeof(Groups));
+  static_assert(kShared <= 227 * 1024, "more shared memory than a block may have");
+#ifdef TANDEM_EMULATE  // blocks run one after the other there: no block can wait for the others' first products
+  a.last_phase = 0;
+  launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ABLATE>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
+  a.first_phase = a.last_phase = 1;
+#endif
+  return launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ABLATE>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
 }
 
 }  // namespace
 
-// Returns a CUDA error code, or -1 for a shape that has no instance. `variant` picks tiles per barrier and ring depth.
-extern "C" int tandem_moe_gemm(const void* x, const void* weights, const void* bias, const void* expert_ids, void* out, int pairs,
-                               int pairs_per_row, int columns, int tiles, int first_expert, int experts, int gate_up,
-                               int experts_known_early, int max_tokens, int variant, float alpha, float limit, int blocks, void* stream) {
-  const MoeArgs a = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(weights), static_cast<const uint16_t*>(bias),
-                     static_cast<const int32_t*>(expert_ids), static_cast<uint16_t*>(out), pairs, pairs_per_row, first_expert, experts,
-                     tiles, experts_known_early, alpha, limit};
-  if (pairs > kMaxPairs || experts > kMaxExperts) return -1;
+// Returns a CUDA error code, or -1 for a shape that has no instance. `blocks` must all be resident at once.
+extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
+                                  const void* expert_ids, void* hidden, void* out, void* arrived, int tokens, int choices, int columns,
+                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, int variant, float alpha, float limit,
+                                  int blocks, void* stream) {
+  const Product first = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(gate_up), static_cast<const uint16_t*>(gate_up_bias),
+                         static_cast<uint16_t*>(hidden), gate_up_tiles, choices, gate_up_tiles * 16};
+  const Product second = {static_cast<const uint16_t*>(hidden), static_cast<const uint8_t*>(down), static_cast<const uint16_t*>(down_bias),
+                          static_cast<uint16_t*>(out), down_tiles, 1, down_tiles * 32};
+  const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived), tokens * choices,
+                     first_expert, experts, 0, 1, alpha, limit};
+  if (a.pairs > kMaxPairs || experts > kMaxExperts || gate_up_tiles * 16 != columns) return -1;
 #ifdef TANDEM_EMULATE
-  if (columns == 256 && max_tokens <= 8) return launch_moe<4, 2, 2, 1, 4>(a, gate_up, blocks, stream);
-  if (columns == 256) return launch_moe<4, 2, 1, 3, 3>(a, gate_up, blocks, stream);
-  if (columns == 192 && max_tokens <= 8) return launch_moe<3, 2, 1, 1, 2>(a, gate_up, blocks, stream);
-  if (columns == 192) return launch_moe<3, 2, 2, 2, 3>(a, gate_up, blocks, stream);
-  return -1;
+  if (columns == 256) return tokens <= 8 ? launch_moe<4, 2, 2, 1, 3>(a, blocks, stream) : launch_moe<4, 2, 1, 2, 3>(a, blocks, stream);
+  if (columns != 192) return -1;
+  return tokens <= 8 ? launch_moe<3, 2, 1, 1, 4>(a, blocks, stream) : launch_moe<2, 3, 3, 3, 2>(a, blocks, stream);
 #else
   if (columns != 2880) return -1;
-  if (max_tokens <= 8) {
+  if (tokens <= 8) {
     switch (variant) {
-      case 0: return launch_moe<10, 9, 1, 1, 4>(a, gate_up, blocks, stream);
-      case 1: return launch_moe<10, 9, 2, 1, 3>(a, gate_up, blocks, stream);
-      case 2: return launch_moe<10, 9, 2, 1, 7>(a, gate_up, blocks, stream);
-      case 3: return launch_moe<15, 6, 2, 1, 4>(a, gate_up, blocks, stream);
+      case 0: return launch_moe<15, 6, 3, 1, 4>(a, blocks, stream);
+      case 1: return launch_moe<15, 6, 3, 1, 7>(a, blocks, stream);
+      case 2: return launch_moe<15, 6, 6, 1, 3>(a, blocks, stream);
+      case 3: return launch_moe<10, 9, 3, 1, 7>(a, blocks, stream);
+      case 4: return launch_moe<15, 6, 2, 1, 6>(a, blocks, stream);
+      case 8: return launch_moe<15, 6, 3, 1, 4, 1>(a, blocks, stream);
+      case 9: return launch_moe<15, 6, 3, 1, 4, 2>(a, blocks, stream);
+      case 10: return launch_moe<15, 6, 6, 1, 3, 2>(a, blocks, stream);
       default: return -1;
     }
   }
   switch (variant) {
-    case 0: return launch_moe<10, 9, 1, 3, 4>(a, gate_up, blocks, stream);
-    case 1: return launch_moe<10, 9, 2, 2, 4>(a, gate_up, blocks, stream);
-    case 2: return launch_moe<10, 9, 1, 2, 4>(a, gate_up, blocks, stream);
-    case 3: return launch_moe<15, 6, 1, 2, 5>(a, gate_up, blocks, stream);
+    case 0: return launch_moe<15, 6, 3, 2, 4>(a, blocks, stream);
+    case 1: return launch_moe<15, 6, 3, 2, 5>(a, blocks, stream);
+    case 2: return launch_moe<15, 6, 6, 2, 3>(a, blocks, stream);
+    case 3: return launch_moe<10, 9, 3, 3, 6>(a, blocks, stream);
+    case 4: return launch_moe<15, 6, 3, 3, 4>(a, blocks, stream);
+    case 8: return launch_moe<15, 6, 3, 2, 4, 1>(a, blocks, stream);
+    case 9: return launch_moe<15, 6, 3, 2, 4, 2>(a, blocks, stream);
+    case 10: return launch_moe<10, 9, 3, 3, 6, 2>(a, blocks, stream);
     default: return -1;
   }
 #endif

@@ -13,7 +13,7 @@
 
 // D += A (16 x 16, rows) * B (16 x 8, columns); lane = 4 * g + c holds rows g and g + 8 of A and D, column g of B.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -64,6 +64,19 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
           shared_address(barrier)),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits until other blocks have raised a counter in device memory to `count`; what they wrote before is then visible to the warp.
+__device__ __forceinline__ void wait_for_count(const int32_t* counter, int count) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
+  __syncwarp();
 }
 
 // Waits until the kernel before this one has finished and its writes are visible. Nothing that it wrote may be touched earlier.

@@ -84,11 +84,13 @@ def launch_permute_rows(ids, ranks, counts, q, scales, rows, ends, out_q, out_sc
     )  # fmt: skip
 
 
-def launch_swiglu_quantize(x, ends, q, scales, alpha: float, limit: float, alignment: int, bias_columns: int, row_block: int = 16) -> None:
+def launch_swiglu_quantize(
+    x, ends, q, scales, alpha: float, limit: float, alignment: int, bias_columns: int, row_block: int = 16, num_warps: int = 4
+) -> None:
     """x [M, 2I] bf16 interleaved -> q [M, P] fp8 and scales [M, P/128]; only row blocks that hold a token are touched."""
     experts = ends.shape[0]
     groups = scales.shape[1]
     _swiglu_quantize[(x.shape[0] // row_block, groups)](
         x, ends, q, scales, scales.stride(1), alpha, limit, INTERMEDIATE=x.shape[1] // 2, GROUPS=groups, EXPERTS=experts,
-        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, num_warps=4,
+        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, num_warps=num_warps,
     )  # fmt: skip

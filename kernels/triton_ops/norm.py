@@ -10,14 +10,14 @@ from kernels.triton_ops.quantize import store_row_fp8
 def _normalize(x, weight_ptr, column, eps, COLUMNS: tl.constexpr):
     inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / COLUMNS + eps)
     weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    return x * inverse_rms * weight
+    return x * inverse_rms * weight, inverse_rms
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _add_norm_quantize(
-    residual_ptr, delta_ptr, bias_ptr, weight_ptr, q_ptr, scale_ptr, scale_stride, eps,
+    residual_ptr, delta_ptr, bias_ptr, weight_ptr, q_ptr, scale_ptr, inverse_rms_ptr, scale_stride, eps,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BIAS: tl.constexpr,
+    HAS_INVERSE: tl.constexpr, FP8: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     group = tl.arange(0, PADDED_GROUPS)
@@ -32,15 +32,20 @@ def _add_norm_quantize(
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    x = _normalize(x, weight_ptr, column, eps, COLUMNS)
-    store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS, GROUPS, BIAS)
+    x, inverse_rms = _normalize(x, weight_ptr, column, eps, COLUMNS)
+    if HAS_INVERSE:
+        tl.store(inverse_rms_ptr + row, inverse_rms)
+    if FP8:
+        store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS, GROUPS, BIAS)
+    else:
+        tl.store(q_ptr + at, x.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _combine_norm_quantize(
     residual_ptr, y_ptr, rows_ptr, expert_weights_ptr, weight_ptr, q_ptr, scale_ptr, scale_stride, eps,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     group = tl.arange(0, PADDED_GROUPS)
@@ -58,31 +63,37 @@ def _combine_norm_quantize(
     rounded = total.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, rounded, mask=mask)
     if HAS_NORM:
-        x = _normalize(rounded.to(tl.float32), weight_ptr, column, eps, COLUMNS)
-        store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS, GROUPS, BIAS)
+        x, _ = _normalize(rounded.to(tl.float32), weight_ptr, column, eps, COLUMNS)
+        if FP8:
+            store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS, GROUPS, 0)
+        else:
+            tl.store(q_ptr + at, x.to(q_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, eps: float, bias_columns: int) -> None:
-    """residual [T, C] (updated when delta is given); delta [T, C] or None; q [T, P] fp8 and scales [T, P/128]: filled."""
+def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, inverse_rms, eps: float, bias_columns: int) -> None:
+    """residual [T, C] (updated when delta is given); delta [T, C] or None; inverse_rms [T] fp32 or None: filled.
+
+    With scales [T, P/128]: q [T, P] fp8; without: q [T, C] takes the norm itself.
+    """
     rows, columns = residual.shape
-    groups = scales.shape[1]
+    groups = triton.cdiv(columns, 128)
+    fp8 = scales is not None
     _add_norm_quantize[(rows,)](
-        residual, residual if delta is None else delta, weight if delta_bias is None else delta_bias, weight, q, scales,
-        scales.stride(1), eps, COLUMNS=columns, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups),
-        HAS_DELTA=delta is not None, HAS_BIAS=delta_bias is not None, BIAS=bias_columns, num_warps=4,
+        residual, residual if delta is None else delta, weight if delta_bias is None else delta_bias, weight, q, scales if fp8 else q,
+        weight if inverse_rms is None else inverse_rms, scales.stride(1) if fp8 else 0, eps,
+        COLUMNS=columns, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), HAS_DELTA=delta is not None,
+        HAS_BIAS=delta_bias is not None, HAS_INVERSE=inverse_rms is not None, FP8=fp8, BIAS=bias_columns, num_warps=4,
     )  # fmt: skip
 
 
-def launch_combine_norm_quantize(
-    residual, y, rows, expert_weights, weight, q, scales, eps: float, bias_columns: int, *, add_residual: bool
-) -> None:
-    """residual [T, C] becomes (residual +) sum of shares; with `weight` its norm is quantised into q [T, P] and scales."""
+def launch_combine_norm_quantize(residual, y, rows, expert_weights, weight, q, scales, eps: float, *, add_residual: bool) -> None:
+    """residual [T, C] becomes (residual +) sum of shares; with `weight` its norm goes to q: fp8 [T, P] with scales, [T, C] without."""
     tokens, columns = residual.shape
     groups = triton.cdiv(columns, 128)
-    has_norm = weight is not None
+    has_norm, fp8 = weight is not None, scales is not None
     _combine_norm_quantize[(tokens,)](
         residual, y, rows, expert_weights, weight if has_norm else residual, q if has_norm else residual,
-        scales if has_norm else expert_weights, scales.stride(1) if has_norm else 0, eps,
+        scales if fp8 else expert_weights, scales.stride(1) if fp8 else 0, eps,
         COLUMNS=columns, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), TOP_K=rows.shape[1],
-        HAS_RESIDUAL=add_residual, HAS_NORM=has_norm, BIAS=bias_columns, num_warps=4,
+        HAS_RESIDUAL=add_residual, HAS_NORM=has_norm, FP8=fp8, num_warps=4,
     )  # fmt: skip

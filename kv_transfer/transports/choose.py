@@ -65,6 +65,10 @@ class LinkOpener:
                 reasons += f"; not {endpoint.transport}: {exc.message}"
         return self._log(self._open(last, target, deadline), target, reasons)
 
+    def close(self) -> None:
+        """Effects: gives NIXL's agent back, if there is one; open links keep it until they are closed"""
+        self._nixl = None
+
     def _open(self, endpoint: worker_pb2.Endpoint, target: Target, deadline: Deadline) -> Link:
         if endpoint.transport == "shm":
             return ShmLink(endpoint.detail, target)

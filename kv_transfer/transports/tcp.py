@@ -1,4 +1,4 @@
-"""TCP: the prefill rank's end. Sends pushes as authenticated messages of about a MiB with a window of unacknowledged ones.
+"""TCP: the prefill rank's end. Sends pushes as authenticated messages of up to 2 MiB with a window of unacknowledged ones.
 
 Checked by the receiver: after a revoke nothing more lands, whatever this side still sends. Wire format: tcp_wire.py; other end:
 tcp_server.py.
@@ -22,6 +22,7 @@ from kv_transfer.pool_view import row_index, rows
 from kv_transfer.push import Push, Span
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import PushHeader, Status
 
 _WINDOW_MESSAGES = 8
@@ -66,7 +67,7 @@ class TcpLink:
         self._sock = self._connect(address, deadline)
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sock.settimeout(_SLICE_S)
+            wait_in_kernel(self._sock, _SLICE_S)
             self._session = self._handshake(key, target, deadline)
         except BaseException:
             self._sock.close()
@@ -189,7 +190,7 @@ class TcpLink:
             deadline.check(f"waiting for {self._name}")
             try:
                 return operation()
-            except TimeoutError:
+            except BlockingIOError:
                 if time.monotonic() > stalled_at:
                     raise TransferTimeout(f"{self._name} has taken nothing for {self._io_timeout_s} s") from None
             except OSError as exc:

@@ -15,6 +15,7 @@ from collections import Counter
 from common.errors import KVTransferError
 from kv_transfer.grants import GrantTable
 from kv_transfer.transports import tcp_wire as wire
+from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import MalformedMessage, Status
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class TcpServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(self._io_timeout_s)
+            wait_in_kernel(sock, self._io_timeout_s)
             self._serve_messages(sock, self._handshake(sock))
         except MalformedMessage as exc:
             self._count("malformed")
@@ -122,28 +123,21 @@ class TcpServer:
             sock.sendall(wire.encode_reply(session, status, sequence))
 
 
-def receive_exactly(sock: socket.socket, into: memoryview) -> None:
-    """Fills `into`.
+def _receive(sock: socket.socket, into: memoryview, *, may_idle: bool = False) -> None:
+    """Fills `into`; before the first byte it waits for ever if `may_idle`.
 
     Raises: ConnectionError at the end of the stream; TimeoutError after the socket's timeout without a byte
     """
     while into:
-        count = sock.recv_into(into)
+        try:
+            count = sock.recv_into(into, 0, socket.MSG_WAITALL)
+        except BlockingIOError as exc:
+            if may_idle:
+                continue
+            raise TimeoutError("silent within a message") from exc
         if count == 0:
             raise ConnectionError("closed by the peer")
-        into = into[count:]
-
-
-def _receive(sock: socket.socket, into: memoryview, *, may_idle: bool = False) -> None:
-    if may_idle:
-        timeout_s = sock.gettimeout()
-        sock.settimeout(None)
-        count = sock.recv_into(into)
-        sock.settimeout(timeout_s)
-        if count == 0:
-            raise ConnectionError("closed by the peer")
-        into = into[count:]
-    receive_exactly(sock, into)
+        into, may_idle = into[count:], False
 
 
 def _shut(sock: socket.socket) -> None:

@@ -28,7 +28,7 @@ VERSION = 1
 MAC_BYTES = 32
 NONCE_BYTES = 16
 MAX_BLOCKS = 4096
-MAX_PAYLOAD_BYTES = 1 << 20  # of one message, unless a single block is larger
+MAX_PAYLOAD_BYTES = 2 << 20  # of one message, unless a single block is larger
 
 HELLO = struct.Struct("<4sI16sQ")
 JOIN = struct.Struct("<4sI16s")

@@ -31,7 +31,7 @@ def reference_greedy(model, prompt: list[int], count: int) -> tuple[list[int], t
     for _ in range(count):
         rows.append(out.logits[0, -1])
         tokens.append(int(rows[-1].argmax()))
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([[tokens[-1]]]), cache=out.past_key_values, use_cache=True)
     return tokens, torch.stack(rows)
 
 

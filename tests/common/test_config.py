@@ -44,7 +44,8 @@ def test_overrides_reach_leaves_by_name_and_index():
 def test_a_wrong_key_is_named_in_one_line(changes, named):
     with pytest.raises(ConfigError) as caught:
         parse_config(tree(**changes))
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["nonsense", "=1", "pools.nobody.max_batch=1", "model.path.x=1", "kv.block_size={"])

@@ -29,7 +29,8 @@ def test_first_live_block_holds_the_oldest_visible_key(position):
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 127, 128, 129, 130, 143, 144, 145, 257, 1000])
 def test_sliding_handover_covers_what_the_next_token_sees(num_tokens):
     first, count = geometry().handover_blocks(num_tokens, sliding=True)
-    assert first * 16 <= max(0, num_tokens - 127) and (first + count) * 16 >= num_tokens
+    assert first * 16 <= max(0, num_tokens - 127)
+    assert (first + count) * 16 >= num_tokens
     assert count <= geometry().sliding_blocks_worst(1)
 
 

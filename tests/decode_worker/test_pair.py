@@ -174,13 +174,13 @@ async def test_same_label_and_same_prompt_twice_at_once(client):
 async def test_admission_refuses_at_once_what_does_not_fit_and_the_rest_finishes(client):
     """Report P08: the pool holds 120 blocks = 1,920 tokens; three requests of up to 700 tokens can't run together."""
     params = replace(GREEDY, max_tokens=500)
-    started = time.monotonic()
     tasks = [asyncio.create_task(client.generate(prompt_of(200, seed), params)) for seed in range(4)]
-    done, running_on = await asyncio.wait(tasks, timeout=0.5)
-    refused = [task.result() for task in done]
-    assert len(refused) == 2
-    assert {answer.error for answer in refused} == {"RESOURCE_EXHAUSTED"}
-    assert time.monotonic() - started < 1.0
+    done: set[asyncio.Task] = set()
+    running_on = set(tasks)
+    while len(done) < 2:  # an answer at once: long before the first of the others can be through its 500 tokens
+        ended, running_on = await asyncio.wait(running_on, return_when=asyncio.FIRST_COMPLETED)
+        done |= ended
+    assert {task.result().error for task in done} == {"RESOURCE_EXHAUSTED"}
     for answer in await asyncio.gather(*running_on):
         assert len(answer.tokens) == 500
         assert not answer.error

@@ -16,7 +16,7 @@ from common.proto import worker_pb2
 from common.requests import SamplingParams
 from tests.support.fake_model import FakeModelBuilder, expected_tokens
 from tests.support.groups import KEY, Group, rank_spec, running
-from tests.support.pair_client import PairClient, is_idle
+from tests.support.pair_client import Answer, PairClient, is_idle
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, seed=1, ignore_eos=True)
 SLOW = FakeModelBuilder(prefill_s_per_token=2e-3, decode_s=2e-3)
@@ -54,7 +54,8 @@ def decode_idle(client: PairClient):
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_blocks_of_an_aborted_request_wait_for_a_stalled_writer_unless_the_transport_refuses_it(transport):
     """Report P01: the writer is frozen in the middle of its push, the request aborted, others go on; then the writer wakes up."""
-    with running(prefill_spec(transport=transport), prefill_spec(), decode_spec(transport=transport), build=SLOW) as (stalled, other, decode):
+    specs = (prefill_spec(transport=transport), prefill_spec(), decode_spec(transport=transport))
+    with running(*specs, build=SLOW) as (stalled, other, decode):
         async with PairClient(stalled, decode) as client, PairClient(other, decode) as second:
             victim = asyncio.create_task(client.generate(prompt_of(300), GREEDY))
             await asyncio.sleep(0.35)
@@ -79,7 +80,7 @@ async def test_blocks_of_an_aborted_request_wait_for_a_stalled_writer_unless_the
 
 
 async def test_killed_prefill_group_costs_its_own_requests_only():
-    """Reports P02, P04: blocks are back within lease + 1 s, because every process of the writer is known dead; the other pair never stops."""
+    """Reports P02, P04: blocks are back within lease + 1 s, as every process of the writer is known dead; the other pair never stops."""
     with running(prefill_spec(tp=2), prefill_spec(), decode_spec(), build=SLOW) as (victim, other, decode):
         async with PairClient(victim, decode) as client, PairClient(other, decode) as second:
             beside = [asyncio.create_task(second.generate(prompt_of(60, seed), replace(GREEDY, max_tokens=150))) for seed in range(2)]
@@ -132,6 +133,24 @@ async def test_decode_group_that_stalls_before_the_commit_fails_the_hand_over_at
             await client.decode.Abort(worker_pb2.AbortRequest(internal_id=work.internal_id))
             await client.wait_idle(2 * LEASE_S + 2.0)
             assert (await client.generate(prompt_of(40), GREEDY)).tokens == expected_tokens(prompt_of(40), 20)
+
+
+async def test_commit_that_waits_for_a_slow_decode_group_is_not_lost():
+    """Report P11: the prefill is ready long before the decode group gets to admit the request."""
+    with running(prefill_spec(lease_s=3.0), decode_spec(lease_s=3.0), build=SLOW) as (prefill, decode):
+        async with PairClient(prefill, decode) as client:
+            work = client.work(prompt_of(40), GREEDY)
+            answer = client.answers[work.internal_id] = Answer(work.internal_id)
+            reservation = await client.reserve(work)
+            decode.kill(sig=signal.SIGSTOP)
+            pushing = asyncio.create_task(client.run_prefill(work, reservation, answer))
+            await asyncio.sleep(1.5)
+            assert answer.events == ["started", "first_token"], "the first token does not wait for the decode group"
+            decode.kill(sig=signal.SIGCONT)
+            await asyncio.wait_for(pushing, 2)
+            await asyncio.wait_for(answer.done.wait(), 2)
+            assert answer.tokens == expected_tokens(prompt_of(40), 20)
+            await client.wait_idle(1.0)
 
 
 async def test_router_that_goes_away_has_its_requests_ended_after_a_lease():

@@ -14,8 +14,8 @@ from model.parallel import LocalGroup
 from model.weights import load_shard
 from tests.support.groups import rank_spec, running
 from tests.support.hf_reference import build_hf_model, hf_greedy
-from tests.support.pair_client import PairClient
 from tests.support.paged_run import PagedRun, greedy
+from tests.support.pair_client import PairClient
 from tests.support.tiny_checkpoint import Tiny, write_tiny
 
 NEW_TOKENS = 40

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_ops import moe_prefill, norm, quantize, rope_kv, router
+from kernels.triton_ops import moe_prefill, norm, quantize, rope_kv, router, window_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"bf16": "*bf16", "fp8": "*fp8e4nv", "f32": "*fp32", "i32": "*i32"}
@@ -32,18 +32,24 @@ def main() -> None:
     built = {
         "quantize_rows": compile_kernel(quantize._quantize_rows, "bf16 fp8 f32", "i32 i32", **row),
         "add_norm_quantize": compile_kernel(
-            norm._add_norm_quantize, "bf16 bf16 bf16 bf16 fp8 f32", "i32 fp32", HAS_DELTA=True, HAS_BIAS=True, **row
+            norm._add_norm_quantize, "bf16 bf16 bf16 bf16 fp8 f32 f32", "i32 fp32",
+            HAS_DELTA=True, HAS_BIAS=True, HAS_INVERSE=True, FP8=True, **row,
         ),
         "combine_norm_quantize": compile_kernel(
-            norm._combine_norm_quantize, "bf16 bf16 i32 f32 bf16 fp8 f32", "i32 fp32", TOP_K=4, HAS_RESIDUAL=True, HAS_NORM=True, **row
+            norm._combine_norm_quantize, "bf16 bf16 i32 f32 bf16 fp8 f32", "i32 fp32", COLUMNS=2880, GROUPS=23, PADDED_GROUPS=32, TOP_K=4,
+            HAS_RESIDUAL=True, HAS_NORM=True, FP8=True,
         ),
         "rope_write_kv": compile_kernel(
-            rope_kv._rope_write_kv, "bf16 f32 f32 i32 i32 bf16 bf16", "i32",
-            Q_HEADS=64, KV_HEADS=8, PADDED_Q=64, PADDED_KV=8, HEAD_DIM=64, BLOCK_SIZE=16, HAS_BIAS=True,
+            rope_kv._rope_write_kv, "bf16 f32 f32 i32 i32 bf16 bf16 bf16 bf16", "i32",
+            Q_HEADS=64, KV_HEADS=8, PADDED_Q=64, PADDED_KV=8, HEAD_DIM=64, BLOCK_SIZE=16, HAS_BIAS=True, HAS_ROWS=True,
         ),
-        "route": compile_kernel(
-            router._route, "bf16 bf16 bf16 f32 f32 i32 f32 i32 i32 i32", "i32 i32 i32 fp32",
-            COLUMNS=2880, TOP_K=4, PADDED_K=4, HAS_OFFSET=True, HAS_NUM_TOKENS=True, BLOCK_T=64, BLOCK_C=64, DOT=tl.bfloat16, **experts,
+        "choose": compile_kernel(
+            router._choose, "f32 f32 bf16 f32 i32 f32 i32 i32 i32", "i32 i32 i32",
+            TOP_K=4, PADDED_K=4, HAS_OFFSET=True, HAS_NUM_TOKENS=True, BLOCK_T=8, **experts,
+        ),
+        "window_attention": compile_kernel(
+            window_attention._window_attention, "bf16 bf16 bf16 f32 bf16", "i32 fp32",
+            Q_HEADS=64, KV_HEADS=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=128, BLOCK_N=64, TILES=4, DOT=tl.bfloat16,
         ),
         "permute_rows": compile_kernel(
             moe_prefill._permute_rows, "i32 i32 i32 i32 f32 i32 i32 i32 f32", "i32 i32 i32",

@@ -13,7 +13,7 @@ from kernels.reference import (
     mxfp4_dequant_ref,
     mxfp4_quant_ref,
 )
-from kernels.router import route
+from kernels.router import fold_router, route
 
 
 def mxfp4_exact(*shape: int, seed: int = 0, spread: float = 0.1) -> torch.Tensor:
@@ -66,10 +66,10 @@ def test_whole_expert_path_approaches_fp32(tokens):
     residual, norm = torch.randn(tokens, hidden, generator=g), torch.ones(hidden)
     gate_up, down = mxfp4_exact(experts, 2 * inner, hidden, seed=1), mxfp4_exact(experts, hidden, inner, seed=2)
     gate_up_bias, down_bias = torch.randn(experts, 2 * inner, generator=g), torch.randn(experts, hidden, generator=g)
-    routing = route(
-        residual, norm, 1e-5, torch.randn(experts, hidden, generator=g), torch.zeros(experts), k, torch.zeros(experts, dtype=torch.int32)
-    )
-    x = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-5)
+    inverse = torch.rsqrt(residual.square().mean(-1) + 1e-5)
+    folded = fold_router(torch.randn(experts, hidden, generator=g), norm)
+    routing = route(residual, inverse, folded, torch.zeros(experts), k, torch.zeros(experts, dtype=torch.int32))
+    x = residual * inverse[:, None]
     expected = experts_ref(x, routing.expert_ids.long(), routing.expert_weights, gate_up, gate_up_bias, down, down_bias)
 
     gate_up_q, down_q = fp8_experts(gate_up), fp8_experts(down)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kernels import moe_decode
-from kernels.moe_decode import ExpertWeights, launch_down, launch_gate_up, pack_mxfp4, unpack_mxfp4
+from kernels.moe_decode import ExpertWeights, launch_experts, pack_mxfp4, unpack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
-HIDDEN, INTERMEDIATE, CHOICES = 256, 192, 4
+HIDDEN, INTERMEDIATE, CHOICES = 192, 192, 4
 ALPHA, LIMIT = 1.702, 7.0
 
 
@@ -25,9 +25,7 @@ def make_weights(seed, experts, first_expert=0):
     gate_up = make_mxfp4(generator, experts, 2 * INTERMEDIATE, HIDDEN)
     down = make_mxfp4(generator, experts, HIDDEN, INTERMEDIATE)
     biases = [torch.randn(experts, n, generator=generator).bfloat16() for n in (2 * INTERMEDIATE, HIDDEN)]
-    packed = ExpertWeights(
-        pack_mxfp4(*gate_up, gate_up=True), biases[0], pack_mxfp4(*down, gate_up=False), biases[1], first_expert
-    )
+    packed = ExpertWeights(pack_mxfp4(*gate_up, gate_up=True), biases[0], pack_mxfp4(*down, gate_up=False), biases[1], first_expert)
     return packed, (mxfp4_dequant_ref(*gate_up), biases[0].float(), mxfp4_dequant_ref(*down), biases[1].float())
 
 
@@ -35,8 +33,8 @@ def run(x, ids, weights, blocks=0):
     tokens, k = ids.shape
     hidden = torch.full((tokens * k, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
     out = torch.full((tokens, k, x.shape[1]), float("nan"), dtype=torch.bfloat16)
-    launch_gate_up(x, ids, weights, hidden, alpha=ALPHA, limit=LIMIT, blocks=blocks)
-    launch_down(hidden, ids, weights, out, blocks=blocks)
+    arrived = torch.zeros(2, dtype=torch.int32)
+    launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, blocks=blocks)
     return out
 
 
@@ -59,14 +57,14 @@ def random_ids(generator, tokens, experts):
 
 def test_packing_is_lossless():
     for gate_up in (True, False):
-        blocks, scales = make_mxfp4(torch.Generator().manual_seed(1), 3, 32, 96)
+        blocks, scales = make_mxfp4(torch.Generator().manual_seed(1), 3, 64, 96)
         again = unpack_mxfp4(pack_mxfp4(blocks, scales, gate_up=gate_up), gate_up=gate_up)
         assert torch.equal(again[0], blocks)
         assert torch.equal(again[1], scales)
 
 
 def test_packing_refuses_scales_that_bf16_cannot_hold():
-    blocks, scales = make_mxfp4(torch.Generator().manual_seed(1), 1, 16, 32)
+    blocks, scales = make_mxfp4(torch.Generator().manual_seed(1), 1, 32, 32)
     scales[0, 3, 0] = 129
     with pytest.raises(moe_decode.ConfigError):
         pack_mxfp4(blocks, scales, gate_up=False)
@@ -141,5 +139,5 @@ def test_cpu_tensors_take_the_reference():
     x = torch.randn(2, HIDDEN, generator=generator).bfloat16()
     ids = random_ids(generator, 2, 8)
     out = torch.zeros(2, CHOICES, HIDDEN)
-    moe_decode.experts_decode(x, ids, weights, hidden=torch.empty(0), out=out, alpha=ALPHA, limit=LIMIT)
+    moe_decode.experts_decode(x, ids, weights, hidden=torch.empty(0), arrived=torch.empty(0), out=out, alpha=ALPHA, limit=LIMIT)
     assert torch.allclose(out, expected(x, ids, plain), rtol=1e-5, atol=1e-5)

@@ -116,11 +116,11 @@ def test_combine_kernels_equal_reference(case):
     expected = combine_norm_quantize(expected_residual, y, rows.rows, routing.expert_weights, weight, 1e-5)
     q, scales = poisoned_fp8_rows(case.tokens, case.columns)
     ops.launch_combine_norm_quantize(
-        residual, y, rows.rows, routing.expert_weights, weight, q, scales, 1e-5, 0, add_residual=True
+        residual, y, rows.rows, routing.expert_weights, weight, q, scales, 1e-5, add_residual=True
     )  # fmt: skip
     torch.testing.assert_close(residual, expected_residual, rtol=1e-5, atol=1e-5)
     assert_fp8_rows_equal((q, scales), expected, str(case))
 
     alone = poisoned(case.tokens, case.columns)
-    ops.launch_combine_norm_quantize(alone, y, rows.rows, routing.expert_weights, None, None, None, 0.0, 0, add_residual=False)
+    ops.launch_combine_norm_quantize(alone, y, rows.rows, routing.expert_weights, None, None, None, 0.0, add_residual=False)
     torch.testing.assert_close(alone, combine(y.float(), rows.rows, routing.expert_weights), rtol=1e-5, atol=1e-5)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from common.errors import ShapeError
-from kernels.norm import add_norm_quantize
+from kernels.norm import add_norm, add_norm_quantize
 from kernels.reference import fp8_quant_rows_bias_ref, rms_norm_ref
-from tests.kernels.triton_prefill import assert_fp8_rows_equal, interpreted_ops, poisoned_fp8_rows
+from tests.kernels.triton_prefill import assert_fp8_rows_equal, interpreted_ops, poisoned, poisoned_fp8_rows
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,27 @@ def test_add_norm_quantize_kernel_equals_reference(case):
     ops = interpreted_ops("norm")
     residual, delta, bias, weight = make(case)
     expected_residual = residual.clone()
-    expected = add_norm_quantize(expected_residual, weight, 1e-5, delta=delta, delta_bias=bias, bias_columns=case.bias_columns)
+    expected_inverse, inverse = poisoned(case.rows), poisoned(case.rows)
+    expected = add_norm_quantize(
+        expected_residual, weight, 1e-5, delta=delta, delta_bias=bias, bias_columns=case.bias_columns, inverse_rms=expected_inverse
+    )
     q, scales = poisoned_fp8_rows(case.rows, case.columns)
-    ops.launch_add_norm_quantize(residual, delta, bias, weight, q, scales, 1e-5, case.bias_columns)
+    ops.launch_add_norm_quantize(residual, delta, bias, weight, q, scales, inverse, 1e-5, case.bias_columns)
     torch.testing.assert_close(residual, expected_residual, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(inverse, expected_inverse, rtol=1e-6, atol=0)
     assert_fp8_rows_equal((q, scales), expected, str(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_add_norm_kernel_equals_reference(case):
+    ops = interpreted_ops("norm")
+    residual, delta, bias, weight = make(case)
+    expected_residual = residual.clone()
+    expected = add_norm(expected_residual, weight, 1e-5, delta=delta, delta_bias=bias)
+    out = poisoned(case.rows, case.columns)
+    ops.launch_add_norm_quantize(residual, delta, bias, weight, out, None, None, 1e-5, 0)
+    torch.testing.assert_close(residual, expected_residual, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_add_norm_quantize_on_cpu_composes_the_twins():

@@ -37,15 +37,21 @@ def make(case: Case):
     return qkv, bias, pool, slots, positions, rope_table(5000, inv_freq, concentration)
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["pool", "pool+rows"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rope_write_kv_kernel_equals_reference(case):
+def test_rope_write_kv_kernel_equals_reference(case, rows):
     ops = interpreted_ops("rope_kv")
     qkv, bias, pool, slots, positions, table = make(case)
     slots[case.tokens // 2 :: 5] = -1
     expected_pool = pool.clone()
-    expected_q = rope_write_kv(qkv, bias, table, positions, slots, expected_pool, case.q_heads)
+    shape = (case.tokens, case.kv_heads, case.head_dim)
+    expected_rows = (poisoned(*shape), poisoned(*shape)) if rows else None
+    expected_q = rope_write_kv(qkv, bias, table, positions, slots, expected_pool, case.q_heads, kv_rows=expected_rows)
     q = poisoned(case.tokens, case.q_heads, case.head_dim)
-    ops.launch_rope_write_kv(qkv, bias, table, positions, slots, q, pool)
+    got_rows = (poisoned(*shape), poisoned(*shape)) if rows else None
+    ops.launch_rope_write_kv(qkv, bias, table, positions, slots, q, pool, got_rows)
+    for got, expected in zip(got_rows or (), expected_rows or (), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(q, expected_q, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pool, expected_pool, rtol=1e-5, atol=1e-5, equal_nan=True)
 

@@ -111,6 +111,25 @@ def test_a_killed_decode_rank_is_noticed_at_once(peers: list[PeerProcess], trans
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_long_prefill_learns_early_that_nobody_will_read_its_kv(peers: list[PeerProcess], transport: str) -> None:
+    killed = start(peers, "decode", transport)
+    prefill = PrefillGroup(geometry(2), 1, TOKENS, transport)
+    try:
+        prefill.begin(killed.reserve(1, TOKENS), deadline_s=60.0)
+        prefill.push_chunk(1, 0, 16)
+        killed.kill()
+        time.sleep(0.15)
+        prefill.push_chunk(1, 16, 32)
+        prefill.push_chunk(1, 32, 48)
+        give_up = time.monotonic() + 1.0
+        while prefill.senders[0].error(1) is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert isinstance(prefill.senders[0].error(1), PeerLost)
+    finally:
+        prefill.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_blocks_of_a_killed_prefill_group_are_free_once_its_death_is_known(peers: list[PeerProcess], transport: str) -> None:
     writer = start(peers, "prefill", transport)
     decode = DecodeGroup(geometry(2), 1, (transport,))

@@ -162,9 +162,9 @@ class Cluster:
                     reservation = self.decode.reserve(transfer_id, prefill.num_tokens)
                     self.ledger.reserve(transfer_id, f"r{transfer_id}", WRITER, 0.05, time.monotonic())
                     self.writer_of[transfer_id] = prefill
+                    prefill.begin(reservation)  # before any abort: that is the writer ledger's and the ordered plans' part
                     break
             time.sleep(0.002)
-        prefill.begin(reservation)
         for start in range(0, prefill.num_tokens, 40):
             prefill.push_chunk(transfer_id, start, min(start + 40, prefill.num_tokens))
         try:

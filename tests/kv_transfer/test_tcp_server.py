@@ -171,6 +171,28 @@ def test_a_revoked_grant_is_refused_even_when_blocks_are_granted_again(receiver:
     assert is_untouched(receiver)
 
 
+def test_a_revoke_between_check_and_copy_is_heeded() -> None:
+    view, _ = poisoned_view(GEOMETRY, 1, 0, (12, 6), shared=False)
+    table = GrantTable(view, INCARNATION)
+    table.add(TRANSFER, BLOCKS, PROMPT)
+
+    class RevokedWhileWaiting:
+        is_first = True
+
+        def __enter__(self) -> None:
+            if self.is_first:
+                self.is_first = False
+                table.revoke(TRANSFER)
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    table.get(TRANSFER).lock = RevokedWhileWaiting()
+    status = table.write(GOOD.header, np.array(GOOD.ids), np.array(GOOD.epochs), memoryview(GOOD.payload))
+    assert status is Status.UNKNOWN_TRANSFER
+    assert view.full.isnan().all()
+
+
 def test_strangers_without_the_key_are_hung_up_on(receiver: Receiver) -> None:
     rng = random.Random(1)
     for i in range(100):
@@ -233,7 +255,7 @@ def test_messages_with_a_flipped_bit_are_refused(receiver: Receiver) -> None:
 
 
 def test_lengths_beyond_a_message_are_refused_before_memory_is_taken(receiver: Receiver) -> None:
-    for num_blocks, payload_bytes in ((0, 0), (4097, 0), (2**32 - 1, 0), (1, 2**20 + 1), (1, 2**63), (1, 2**64 - 1)):
+    for num_blocks, payload_bytes in ((0, 0), (4097, 0), (2**32 - 1, 0), (1, wire.MAX_PAYLOAD_BYTES + 1), (1, 2**63), (1, 2**64 - 1)):
         client = Client(receiver).joined()
         h = GOOD.header
         head = wire.PUSH.pack(b"TKVP", wire.VERSION, h.transfer_id, h.incarnation, 1, 1, 0, num_blocks, 0, 16, 0, 2, payload_bytes)

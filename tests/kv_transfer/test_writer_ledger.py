@@ -40,6 +40,13 @@ def test_the_commit_carries_the_sums_of_all_ranks(ledger: WriterLedger) -> None:
     assert ledger.num_open == 0
 
 
+def test_only_the_first_report_of_a_rank_counts(ledger: WriterLedger) -> None:
+    ledger.start(7)
+    ledger.report(report(1))
+    assert ledger.report(report(1, error="aborted")) == []
+    assert ledger.report(report(0)) == [SendCommit(reservation(), (20, 0), (0, 1))]
+
+
 def test_the_first_error_fails_the_request_at_once_and_the_last_report_abandons(ledger: WriterLedger) -> None:
     ledger.start(7)
     assert ledger.report(report(0, error="lost")) == [PushFailed("r7", "lost", "UNAVAILABLE"), StopRanks(7)]

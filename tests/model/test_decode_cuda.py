@@ -18,7 +18,7 @@ from model.parallel import LocalGroup
 from model.shards import ExpertShard, LayerShard, Mxfp4Matrix, ShardWeights
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
-HIDDEN, INNER, EXPERTS, HEADS, KV_HEADS, VOCAB, LAYERS, S = 256, 192, 16, 8, 2, 1024, 4, 16
+HIDDEN, INNER, EXPERTS, HEADS, KV_HEADS, VOCAB, LAYERS, S = 256, 256, 16, 8, 2, 1024, 4, 16
 CONFIG = ModelConfig(
     num_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, experts_per_token=4, num_qo_heads=HEADS,
     num_kv_heads=KV_HEADS, head_dim=64, vocab_size=VOCAB, window_tokens=128, sliding=(True, False) * (LAYERS // 2), rms_norm_eps=1e-5,

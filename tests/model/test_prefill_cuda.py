@@ -18,7 +18,8 @@ from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
-from model.prefill_cuda import AttentionPlans, ChunkInputs, CudaPrefill
+from model.prefill_cuda import CudaPrefill
+from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_weights import prepare_prefill_weights
 from model.shards import Mxfp4Matrix
 from model.weights import load_shard
@@ -138,17 +139,49 @@ def test_sliding_blocks_may_start_at_the_first_query_s_window_but_no_later(tiny,
         prefill.forward(chunk(192, 200, sliding_first=5), cache)
 
 
-def test_padding_rows_change_nothing_and_take_no_expert_rows(tiny, exact_formats):
+@pytest.mark.parametrize("rows", [False, True], ids=["pool", "rows"])
+def test_padding_rows_change_nothing_and_take_no_expert_rows(tiny, exact_formats, rows):
     logits, _, cache, _ = whole(tiny, LocalGroup())
     prefill, _ = build(tiny, LocalGroup())
     inputs = ChunkInputs.empty(256, "cpu")
     inputs.fill(chunk(0, 200))
-    plans = AttentionPlans(tiny.config, prefill.heads, BLOCK, prefill.workspace)
-    plans.plan(chunk(0, 200), 256, "cpu")
+    attention = PagedAttention(tiny.config, prefill.heads, BLOCK, prefill.workspace)
+    if rows:
+        attention = PromptChunkAttention(tiny.config, prefill.heads, BLOCK, prefill.workspace, graph_tokens=256)
+    attention.plan(chunk(0, 200), 256, "cpu")
     again = make_cache(tiny, LocalGroup())
-    padded = prefill.run(inputs, plans, again, want_logits=True)
+    padded = prefill.run(inputs, attention, again, want_logits=True)
     torch.testing.assert_close(padded, logits, rtol=1e-3, atol=1e-3)
     assert torch.equal(again.full != 0, cache.full != 0)
+
+
+def test_reading_keys_from_the_pool_or_as_rows_is_the_same(tiny):
+    prefill, _ = build(tiny, LocalGroup())
+    from_pool = CudaPrefill(tiny.config, prefill.weights, LocalGroup(), block_size=BLOCK, device="cpu", max_positions=512, contiguous=False)
+    cache, other = make_cache(tiny, LocalGroup()), make_cache(tiny, LocalGroup())
+    torch.testing.assert_close(prefill.forward(chunk(0, 200), cache), from_pool.forward(chunk(0, 200), other))
+    assert torch.equal(cache.buffer, other.buffer)
+
+
+def test_a_later_chunk_is_no_prompt_of_rows(tiny):
+    prefill, _ = build(tiny, LocalGroup())
+    attention = PromptChunkAttention(tiny.config, prefill.heads, BLOCK, prefill.workspace)
+    with pytest.raises(ServingError, match="does not begin its prompt"):
+        attention.plan(chunk(100, 200), 100, "cpu")
+
+
+@pytest.mark.parametrize("projections", ["bf16", "bf16_qkv"])
+def test_unquantised_projections_bring_the_prefill_nearer_to_fp32(tiny, projections):
+    group = LocalGroup()
+    prefill, exact = build(tiny, group)
+    shard = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="fp8")
+    weights = prepare_prefill_weights(tiny.config, shard, "cpu", projections=projections)
+    closer = CudaPrefill(tiny.config, weights, group, block_size=BLOCK, device="cpu", max_positions=512)
+    caches = [make_cache(tiny, group) for _ in range(3)]
+    for forward, cache in zip((prefill, closer, exact), caches, strict=True):
+        forward.forward(chunk(0, 200), cache)
+    errors = [float((cache.sliding[0].float() - caches[2].sliding[0].float()).norm()) for cache in caches]
+    assert errors[1] < 0.05 * errors[0], errors
 
 
 def test_mxfp4_experts_are_refused(tiny):

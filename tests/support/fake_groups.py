@@ -20,7 +20,7 @@ from common.auth import sign, verify
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 
 KEY = b"fake cluster key"
-VOCAB = 201088
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # else a failed connection holds up the next group at that address
 KV = types_pb2.KVGeometry(
     num_layers=4,
     num_kv_heads=8,
@@ -85,6 +85,10 @@ class FakeGroup:
     @property
     def address(self) -> str:
         return self.description.address
+
+    @property
+    def is_up(self) -> bool:
+        return self._server is not None
 
     async def start(self, address: str = "127.0.0.1:0") -> FakeGroup:
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)))
@@ -206,7 +210,7 @@ class FakePrefillGroup(FakeGroup, worker_pb2_grpc.PrefillGroupServicer):
         request = worker_pb2.CommitRequest(transfer_id=reservation.transfer_id, incarnation=reservation.incarnation, first_token=token)
         sign(request, KEY)
         try:
-            async with grpc.aio.insecure_channel(reservation.decode_address) as channel:
+            async with grpc.aio.insecure_channel(reservation.decode_address, options=OWN_CONNECTION) as channel:
                 await worker_pb2_grpc.DecodeGroupStub(channel).Commit(request)
         except grpc.RpcError as exc:
             await context.abort(exc.code(), f"commit failed: {exc.details()}")
@@ -215,7 +219,7 @@ class FakePrefillGroup(FakeGroup, worker_pb2_grpc.PrefillGroupServicer):
         request = worker_pb2.AbandonRequest(transfer_id=reservation.transfer_id, incarnation=reservation.incarnation, reason=reason)
         sign(request, KEY)
         try:
-            async with grpc.aio.insecure_channel(reservation.decode_address) as channel:
+            async with grpc.aio.insecure_channel(reservation.decode_address, options=OWN_CONNECTION) as channel:
                 await worker_pb2_grpc.DecodeGroupStub(channel).Abandon(request, timeout=1)
         except grpc.RpcError:
             pass

@@ -19,7 +19,10 @@ _counter = itertools.count()
 
 @dataclass
 class Answer:
-    """What one request came to. `error`: gRPC status name. `events`: names of the prefill events that came."""
+    """What one request came to. `error`: gRPC status name. `events`: names of the prefill events that came.
+
+    Outputs of the decode group may overtake the first token, which comes on another connection: they wait in `early`.
+    """
 
     internal_id: str
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +32,20 @@ class Answer:
     message: str = ""
     events: list[str] = field(default_factory=list)
     handed_over_bytes: int = 0
+    has_first: bool = False
+    early: list[worker_pb2.SequenceOutput] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_first(self, output: worker_pb2.SequenceOutput) -> None:
+        self.has_first = True
+        for one in (output, *self.early):
+            self.take(one)
+
+    def take_decoded(self, output: worker_pb2.SequenceOutput) -> None:
+        if self.has_first or output.error_status:
+            self.take(output)
+        else:
+            self.early.append(output)
 
     def take(self, output: worker_pb2.SequenceOutput) -> None:
         if output.error_status:
@@ -118,7 +134,7 @@ class PairClient:
             kind = event.WhichOneof("event")
             answer.events.append(kind)
             if kind == "first_token":
-                answer.take(event.first_token.output)
+                answer.take_first(event.first_token.output)
             elif kind == "handed_over":
                 answer.handed_over_bytes = event.handed_over.bytes
 
@@ -143,10 +159,10 @@ class PairClient:
                 self.frames += 1
                 for output in frame.outputs:
                     if output.internal_id in self.answers:
-                        self.answers[output.internal_id].take(output)
-        except grpc.aio.AioRpcError as exc:
+                        self.answers[output.internal_id].take_decoded(output)
+        except (grpc.aio.AioRpcError, AssertionError) as exc:
             for answer in self.answers.values():
-                answer.fail("UNAVAILABLE", f"the token stream broke: {exc.code().name} {exc.details()}")
+                answer.fail("UNAVAILABLE", f"the token stream broke: {exc}")
 
 
 def is_idle(load: types_pb2.GroupLoad) -> bool:

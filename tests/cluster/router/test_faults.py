@@ -165,6 +165,21 @@ async def test_transfer_that_fails_after_the_first_token_goes_elsewhere_without_
         assert answer.completes[0].route.attempts == 2
 
 
+async def test_a_lost_peer_neither_empties_the_queue_nor_fails_the_only_group():
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup()
+    fail_once = [abort_with(grpc.StatusCode.UNAVAILABLE, "the decode peer is lost")]
+
+    async def fault(task, context):
+        if fail_once:
+            await fail_once.pop()(task, context)
+
+    prefill.before_commit = fault
+    async with bed(prefill, decode) as router:
+        answers = await asyncio.gather(*(router.generate(request_of((i,), max_tokens=6)) for i in range(10)))
+        assert [answer.tokens[0] for answer in answers] == [tokens_of((i,), 6) for i in range(10)]
+        assert sorted(answer.completes[0].route.attempts for answer in answers) == [1] * 9 + [2]
+
+
 async def test_tokens_missing_in_the_frames_end_the_request_typed():
     prefill, decode = FakePrefillGroup(), FakeDecodeGroup(step_ms=10)
     async with bed(prefill, decode) as router:
