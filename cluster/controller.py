@@ -90,6 +90,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         pool = self._pools.get(request.pool)
         if pool is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no pool {request.pool!r}; there are {sorted(self._pools)}")
+        assert pool is not None  # abort raises
         if not pool.replicas.min <= request.replicas <= pool.replicas.max:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -115,7 +116,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
                 continue
 
     def _group_set(self) -> control_pb2.GroupSet:
-        ready = [g.description for g in self._groups.values() if g.state is GroupState.READY]
+        ready = [g.description for g in self._groups.values() if g.state is GroupState.READY and g.description]
         return control_pb2.GroupSet(version=self._version, groups=ready, dead_incarnations=self._dead)
 
     def _touch(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -45,7 +46,7 @@ class Group:
         self.description: types_pb2.GroupDescription | None = None
         self.error: str | None = None
         self.is_proved_dead = False
-        self._placement = None
+        self._placement: Any = None
         self._actors: list = []
         self._stopping = False
 
@@ -96,7 +97,7 @@ class Group:
         actor_class = ray.remote(RankActor)
         for rank in range(spec.tp):
             where = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-            options = {"num_gpus": 1} if spec.device == "cuda" else {"num_cpus": CPU_PER_RANK}
+            options: dict[str, Any] = {"num_gpus": 1} if spec.device == "cuda" else {"num_cpus": CPU_PER_RANK}
             options |= {"name": f"{spec.group}-r{rank}", "max_restarts": 0, "max_concurrency": 4, "scheduling_strategy": where}
             self._actors.append(actor_class.options(**options).remote())
         rendezvous = await self._actors[0].reserve_rendezvous.remote()

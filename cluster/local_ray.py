@@ -5,6 +5,7 @@ Never uses `ray stop`, which kills every Ray of the machine. On clusters that ex
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from cluster.state import Process, spawn, write_secret
 from common.errors import ConfigError, WorkerLost
@@ -62,7 +63,7 @@ def connect(address: str, token_file: Path | None) -> None:
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     try:
-        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as exc:
         raise ConfigError(f"no Ray cluster answers at {address}: {' '.join(str(exc).split())[:200]}") from exc
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import ray
 
@@ -20,7 +21,7 @@ class RankActor:
 
     def __init__(self):
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._rank = None
+        self._rank: Any = None
 
     def reserve_rendezvous(self) -> str:
         """host:port on this node for the group's store; asked of rank 0."""
@@ -41,10 +42,13 @@ class RankActor:
         if self._rank is not None:
             raise ConfigError(f"rank {spec.rank} of {spec.group} runs already")
         if spec.role == "prefill":
-            from prefill_worker.rank import PrefillRank as Rank
+            from prefill_worker.rank import PrefillRank
+
+            self._rank = PrefillRank(spec)
         else:
-            from decode_worker.rank import DecodeRank as Rank
-        self._rank = Rank(spec)
+            from decode_worker.rank import DecodeRank
+
+            self._rank = DecodeRank(spec)
         description = self._rank.start()
         return description.SerializeToString() if description is not None else b""
 

@@ -20,14 +20,14 @@ class Node(BaseModel):
 
 class ModelNode(Node):
     path: Path = Field(description="official checkpoint folder")
-    max_model_len: int = Field(131072, ge=1, description="longest prompt + output [tokens]")
-    vocab: Path | None = Field(None, description="folder with o200k_base.tiktoken; needed for stop strings")
+    max_model_len: int = Field(default=131072, ge=1, description="longest prompt + output [tokens]")
+    vocab: Path | None = Field(default=None, description="folder with o200k_base.tiktoken; needed for stop strings")
 
 
 class LayoutNode(Node):
-    tp: int = Field(1, description="attention shards")
-    ep: int = Field(1, description="expert shards (whole experts); 1 with tp > 1 cuts each expert into tp pieces")
-    dp: Literal[1] = Field(1, description="copies inside a group; only 1 exists, use replicas")
+    tp: int = Field(default=1, description="attention shards")
+    ep: int = Field(default=1, description="expert shards (whole experts); 1 with tp > 1 cuts each expert into tp pieces")
+    dp: Literal[1] = Field(default=1, description="copies inside a group; only 1 exists, use replicas")
 
     @model_validator(mode="after")
     def _ranks_agree(self) -> LayoutNode:
@@ -39,8 +39,8 @@ class LayoutNode(Node):
 
 
 class ReplicasNode(Node):
-    min: int = Field(1, ge=0)
-    max: int = Field(1, ge=0)
+    min: int = Field(default=1, ge=0)
+    max: int = Field(default=1, ge=0)
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicasNode:
@@ -53,12 +53,12 @@ class PoolNode(Node):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="DNS label")
     role: Literal["prefill", "decode"]
     layout: LayoutNode = LayoutNode()
-    weights: Literal["mxfp4", "fp8", "bf16"] = Field("mxfp4", description="format of the experts' weights in this pool")
-    max_batch: int = Field(128, ge=1, le=1024, description="decode: sequences per step")
-    chunk_tokens: int = Field(8192, ge=16, description="prefill: most tokens per forward")
-    kv_blocks: int | None = Field(None, ge=16, description="KV blocks of the full layers; unset = from free memory")
+    weights: Literal["mxfp4", "fp8", "bf16"] = Field(default="mxfp4", description="format of the experts' weights in this pool")
+    max_batch: int = Field(default=128, ge=1, le=1024, description="decode: sequences per step")
+    chunk_tokens: int = Field(default=8192, ge=16, description="prefill: most tokens per forward")
+    kv_blocks: int | None = Field(default=None, ge=16, description="KV blocks of the full layers; unset = from free memory")
     replicas: ReplicasNode = ReplicasNode()
-    usd_per_gpu_hour: float | None = Field(None, gt=0, description="unset = prices.usd_per_gpu_hour")
+    usd_per_gpu_hour: float | None = Field(default=None, gt=0, description="unset = prices.usd_per_gpu_hour")
 
     @model_validator(mode="after")
     def _role_fits(self) -> PoolNode:
@@ -68,48 +68,48 @@ class PoolNode(Node):
 
 
 class PricesNode(Node):
-    usd_per_gpu_hour: float = Field(3.0, gt=0)
+    usd_per_gpu_hour: float = Field(default=3.0, gt=0)
 
 
 class KVNode(Node):
-    block_size: Literal[16, 32, 64] = Field(16, description="tokens per KV block")
+    block_size: Literal[16, 32, 64] = Field(default=16, description="tokens per KV block")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
-    lease_s: float = Field(10.0, gt=0, description="a transfer without a heartbeat for this long is given up")
+    lease_s: float = Field(default=10.0, gt=0, description="a transfer without a heartbeat for this long is given up")
 
 
 class QueueNode(Node):
-    max_requests: int = Field(1024, ge=1)
-    max_prompt_tokens: int = Field(8_000_000, ge=1)
-    max_wait_s: float = Field(30.0, gt=0)
+    max_requests: int = Field(default=1024, ge=1)
+    max_prompt_tokens: int = Field(default=8_000_000, ge=1)
+    max_wait_s: float = Field(default=30.0, gt=0)
 
 
 class ObjectiveNode(Node):
-    latency_weight: float = Field(0.5, ge=0, le=1, description="1 buys speed, 0 saves money")
+    latency_weight: float = Field(default=0.5, ge=0, le=1, description="1 buys speed, 0 saves money")
 
 
 class RouterNode(Node):
-    listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server; port 0 = any free one")
+    listen: str = Field(default="127.0.0.1:50051", description="host:port of the gRPC server; port 0 = any free one")
     objective: ObjectiveNode = ObjectiveNode()
     queue: QueueNode = QueueNode()
-    profile: Path | None = Field(None, description="file that `tandem sweep` wrote; unset = the built-in default")
-    default_deadline_s: float = Field(600.0, gt=0, description="for requests whose client set none")
-    stream_buffer_tokens: int = Field(4096, ge=64, description="tokens a slow client may lag behind before its request fails")
-    max_retries: int = Field(1, ge=0, description="fresh attempts after a group died, per request")
+    profile: Path | None = Field(default=None, description="file that `tandem sweep` wrote; unset = the built-in default")
+    default_deadline_s: float = Field(default=600.0, gt=0, description="for requests whose client set none")
+    stream_buffer_tokens: int = Field(default=4096, ge=64, description="tokens a slow client may lag behind before its request fails")
+    max_retries: int = Field(default=1, ge=0, description="fresh attempts after a group died, per request")
 
 
 class AutoscaleNode(Node):
-    interval_s: float = Field(5.0, gt=0)
-    gpu_budget: int = Field(8, ge=1)
+    interval_s: float = Field(default=5.0, gt=0)
+    gpu_budget: int = Field(default=8, ge=1)
 
 
 class ClusterNode(Node):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compute_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="activations; float32 for parity on a CPU")
-    key_file: Path | None = Field(None, description="secret that signs transfer messages; unset = made at start, per cluster")
-    controller_listen: str = Field("127.0.0.1:0", description="host:port of the controller's directory")
-    ray_address: str | None = Field(None, description="existing Ray cluster; unset = start a local one")
-    start_timeout_s: float = Field(300.0, gt=0)
+    compute_dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="activations; float32 for parity on a CPU")
+    key_file: Path | None = Field(default=None, description="secret that signs transfer messages; unset = made at start, per cluster")
+    controller_listen: str = Field(default="127.0.0.1:0", description="host:port of the controller's directory")
+    ray_address: str | None = Field(default=None, description="existing Ray cluster; unset = start a local one")
+    start_timeout_s: float = Field(default=300.0, gt=0)
 
 
 class Config(Node):

@@ -183,5 +183,7 @@ class CudaPrefill:
 def _project(rows: NormedRows, weight: Fp8Weight | Tensor) -> Tensor:
     """rows @ weight.T in the weight's precision. Returns: [T, R] bf16 on CUDA, fp32 elsewhere"""
     if isinstance(weight, Fp8Weight):
-        return gemm_fp8(*rows, *weight)
+        values, scales = rows
+        return gemm_fp8(values, scales, *weight)
+    assert isinstance(rows, torch.Tensor)
     return torch.mm(rows, weight.t()) if rows.is_cuda else rows.float() @ weight.float().t()

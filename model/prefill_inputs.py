@@ -43,8 +43,8 @@ class ChunkInputs:
         on_cuda = torch.device(device).type == "cuda"
         buffer = torch.zeros(4 * tokens + 2, dtype=torch.int32, device=device)
         staging = torch.zeros(4 * tokens + 2, dtype=torch.int32, pin_memory=on_cuda)
-        views = buffer.split([tokens, tokens, tokens, tokens, 1, 1])
-        return cls(*views, buffer, staging, torch.cuda.Event() if on_cuda else None)
+        a, b, c, d, e, f = buffer.split([tokens, tokens, tokens, tokens, 1, 1])
+        return cls(a, b, c, d, e, f, buffer, staging, torch.cuda.Event() if on_cuda else None)
 
     def fill(self, batch: StepBatch) -> None:
         """Copies a CPU batch in; rows past it become padding that is written nowhere.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.cli.app import ConfigOption, NameOption, SetOption, app, err, out, read_config
 from common.errors import ConfigError
@@ -73,7 +73,7 @@ class startup_progress:
 
     def __enter__(self):
         self._bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True)
-        self._lines: dict[str, int] = {}
+        self._lines: dict[str, TaskID] = {}
         self._said: set[tuple[str, str]] = set()
         self._bar.start()
         return self._show
