@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.controller import Controller, check_pools
 from cluster.local_ray import NAMESPACE, connect, start_local_ray
@@ -126,11 +128,22 @@ def _start_router(config: Config, state: ClusterState, folder: Path) -> ClusterS
     process = spawn(command, log, _router_environment())
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not process.is_dead():
-        if ready.exists():
+        if ready.exists() and _is_serving(ready.read_text()):
             return state.model_copy(update={"router_process": process, "router_address": ready.read_text()})
         time.sleep(0.05)
     process.stop(2)
     raise WorkerLost(f"the router did not start: {' '.join(log.read_text().split())[-400:]}")
+
+
+def _is_serving(address: str) -> bool:
+    """Whether the router has found a pair of groups."""
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service="tandem.router.v1.Router")
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=2)
+        except grpc.RpcError:
+            return False
+    return reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def _router_environment() -> dict[str, str]:
