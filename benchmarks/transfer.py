@@ -269,12 +269,12 @@ def run(arguments: argparse.Namespace) -> list[dict]:
     buffers = (np.ones(max(sizes), np.uint8), np.zeros(max(sizes), np.uint8))
     records = []
     for tp_from, tp_to in (tuple(map(int, pair.split("-"))) for pair in arguments.pairs):
-        decode = Decode(tp_to, num_blocks, tuple(arguments.transports))
         for transport in arguments.transports:
+            decode = Decode(tp_to, num_blocks, (transport,))
             prefill = Prefill(tp_from, memory, num_blocks, transport, decode)
             records += [measure(prefill, decode, order, n, buffers) for order in arguments.blocks for n in sizes]
             prefill.close()
-        decode.close()
+            decode.close()
     return records
 
 

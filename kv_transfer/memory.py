@@ -72,6 +72,8 @@ class SharedBuffer:
             raise PeerLost(f"the owner of the shared buffer, process {owner.pid}, is gone")
         try:
             fd = os.open(f"/proc/{owner.pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            raise PeerLost(f"the shared buffer of process {owner.pid} is gone") from exc
         except OSError as exc:
             raise KVTransferError(f"can't open the shared buffer of process {owner.pid}: {exc.strerror}; same user and container?") from exc
         stat = os.fstat(fd)

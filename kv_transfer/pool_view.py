@@ -91,3 +91,16 @@ def row_index(ids: np.ndarray) -> slice | np.ndarray:
     if int(ids[-1]) == first + count - 1 and bool((np.diff(ids) == 1).all()):
         return slice(first, first + count)
     return ids
+
+
+def row_buffers(layer_pool: Tensor, source: np.ndarray, ids: np.ndarray) -> list[memoryview]:
+    """The bytes of blocks `ids` in order, as few buffers over the pool's own memory. `source`: whole-block rows [N, 2] of layer_pool."""
+    origin = source.__array_interface__["data"][0] - layer_pool.data_ptr()
+    block_bytes, kv_bytes = source.strides
+    row_bytes = source.dtype.itemsize
+    if row_bytes == kv_bytes:  # all heads: K and V of a block are one piece
+        offsets, row_bytes = origin + ids * block_bytes, 2 * row_bytes
+    else:
+        offsets = (origin + ids[:, None] * block_bytes + np.arange(2) * kv_bytes).reshape(-1)
+    flat = layer_pool.view(torch.uint8).numpy().reshape(-1).data
+    return [flat[offset : offset + row_bytes] for offset in offsets.tolist()]

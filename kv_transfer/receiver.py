@@ -132,4 +132,6 @@ class Receiver:
         """Effects: stops listening and hangs up; grants are void"""
         if self._server:
             self._server.close()
-        self._nixl = None
+        if self._nixl:
+            self._nixl.close()
+            self._nixl = None

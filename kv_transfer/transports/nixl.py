@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _WINDOW_WRITES = 16
 _BOUNCE_BYTES = 4 << 20
 _POLL_S = 50e-6
+_PROGRESS_S = 1e-3
 
 
 def is_installed() -> bool:
@@ -59,7 +61,8 @@ class Agent:
         self.errors: tuple[type[Exception], ...] = tuple(
             error for key, error in vars(bindings).items() if key.startswith("nixl") and key.endswith("Error")
         )
-        config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)  # that thread spins on a core
         self.raw: Any = api.nixl_agent(f"{role}-{secrets.token_hex(8)}", config)
         if "UCX" not in self.raw.backends:
             raise NotSupportedError("transport nixl: this build of NIXL has no UCX")
@@ -75,12 +78,18 @@ class Agent:
 
 
 class NixlTarget:
-    """The receiving end: registers one rank's pools. Keep it as long as writers may come; UCX works in a thread of its own."""
+    """The receiving end: registers one rank's pools, and lets UCX work a thousand times per second until `close`.
+
+    UCX needs that for connections, and for every write where the network has no writes of its own (plain tcp).
+    """
 
     def __init__(self, view: PoolView):
         self._agent = Agent("decode")
         self._agent.register([view.full, view.sliding])
         self._view = view
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
+        self._thread.start()
 
     def describe(self) -> bytes:
         """Returns: the endpoint's detail, for `NixlLink`"""
@@ -90,6 +99,14 @@ class NixlTarget:
         for name, pool in (("full", self._view.full), ("sliding", self._view.sliding)):
             facts[name] = {"address": pool.data_ptr() if pool.numel() else 0, "num_blocks": pool.shape[1]}
         return json.dumps(facts).encode()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def _progress(self) -> None:
+        while not self._is_closed.wait(_PROGRESS_S):
+            self._agent.raw.update_notifs()
 
 
 class NixlSource:

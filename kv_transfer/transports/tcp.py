@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferTimeout
-from kv_transfer.pool_view import row_index, rows
+from kv_transfer.pool_view import row_buffers, row_index, rows
 from kv_transfer.push import Push, Span
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.base import Deadline, Target
@@ -26,6 +26,8 @@ from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import PushHeader, Status
 
 _WINDOW_MESSAGES = 8
+_MOST_PIECES = 1000  # Linux takes 1024 per call
+_WORTH_NO_COPY_BYTES = 4096  # rows this long are sent from where they lie; shorter ones are gathered first
 _SLICE_S = 0.1  # how often a wait looks at its deadline
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -49,7 +51,7 @@ class TcpLink:
     """One connection to one decode rank.
 
     Units: io_timeout_s: longest wait without progress
-    Raises: PeerLost if it can't be reached or was replaced; TransferTimeout; KVTransferError if the key differs
+    Raises: PeerLost if it can't be reached, was replaced or has another key; TransferTimeout
     """
 
     transport = "tcp"
@@ -132,25 +134,24 @@ class TcpLink:
             raise PeerLost(f"{self._name} was replaced: incarnation {incarnation:x}, expected {target.incarnation:x}")
         own_nonce = secrets.token_bytes(wire.NONCE_BYTES)
         session = wire.session_key(key, nonce, own_nonce, incarnation)
-        self._send(wire.encode_join(own_nonce, session), deadline)
+        self._send([memoryview(wire.encode_join(own_nonce, session))], deadline)
         try:
             answer = self._receive(wire.REPLY.size + wire.MAC_BYTES, deadline)
         except PeerLost as exc:
-            raise KVTransferError(f"{self._name} hung up on the handshake; do both sides share cluster.key_file?") from exc
+            raise PeerLost(f"{self._name} hung up on the handshake: it is gone, or does not share cluster.key_file") from exc
         wire.decode_reply(session, answer, 0)
         return session
 
     def _send_span(self, push: Push, span: Span, deadline: Deadline) -> None:
         part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
-        source = rows(push.source, push.source_head, push.num_heads, span.begin, span.end)
-        payload = np.ascontiguousarray(source[row_index(push.source_ids[part])])
+        payload = _payload(push, span, push.source_ids[part])
         self._sequence += 1
         header = PushHeader(
             push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
-            span.begin, span.end, push.first_head, push.num_heads, payload.nbytes,
+            span.begin, span.end, push.first_head, push.num_heads, sum(map(len, payload)),
         )  # fmt: skip
-        self._send(wire.encode_push(self._session, self._sequence, header, push.target_ids[part], push.target_epochs[part]), deadline)
-        self._send(payload.reshape(-1).view(np.uint8).data, deadline)
+        head = wire.encode_push(self._session, self._sequence, header, push.target_ids[part], push.target_epochs[part])
+        self._send([memoryview(head), *payload], deadline)
         self._unacknowledged.append(self._sequence)
 
     def _has_reply(self) -> bool:
@@ -167,11 +168,16 @@ class TcpLink:
             error, reason = _REFUSALS[status]
             raise error(f"{self._name} refused a write: {reason} ({status.name})")
 
-    def _send(self, data: bytes | memoryview, deadline: Deadline) -> None:
-        view = memoryview(data)
-        while view:
-            sent = self._progress(lambda left=view: self._sock.send(left), deadline)
-            view = view[sent:]
+    def _send(self, pieces: list[memoryview], deadline: Deadline) -> None:
+        done = 0
+        while done < len(pieces):
+            batch = pieces[done : done + _MOST_PIECES]
+            sent = self._progress(lambda batch=batch: self._sock.sendmsg(batch), deadline)
+            while done < len(pieces) and sent >= len(pieces[done]):
+                sent -= len(pieces[done])
+                done += 1
+            if sent:
+                pieces[done] = pieces[done][sent:]
 
     def _receive(self, nbytes: int, deadline: Deadline) -> bytes:
         data = bytearray()
@@ -195,3 +201,12 @@ class TcpLink:
                     raise TransferTimeout(f"{self._name} has taken nothing for {self._io_timeout_s} s") from None
             except OSError as exc:
                 raise PeerLost(f"lost {self._name}: {exc}") from exc
+
+
+def _payload(push: Push, span: Span, ids: np.ndarray) -> list[memoryview]:
+    source = rows(push.source, push.source_head, push.num_heads, span.begin, span.end)
+    index = row_index(ids)
+    is_contiguous = isinstance(index, slice) and source[index].flags.c_contiguous
+    if source.ndim == 2 and not is_contiguous and source.dtype.itemsize >= _WORTH_NO_COPY_BYTES:
+        return row_buffers(push.source, source, ids)
+    return [np.ascontiguousarray(source[index]).reshape(-1).view(np.uint8).data]

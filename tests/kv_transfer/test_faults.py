@@ -115,16 +115,18 @@ def test_a_long_prefill_learns_early_that_nobody_will_read_its_kv(peers: list[Pe
     killed = start(peers, "decode", transport)
     prefill = PrefillGroup(geometry(2), 1, TOKENS, transport)
     try:
-        prefill.begin(killed.reserve(1, TOKENS), deadline_s=60.0)
-        prefill.push_chunk(1, 0, 16)
+        prefill.begin(killed.reserve(1, TOKENS))
+        push_all(prefill, 1, 99, lambda: None)
+        assert prefill.finish(1)[0].error is None  # there is a link now
+        prefill.begin(killed.reserve(2, TOKENS), deadline_s=60.0)
         killed.kill()
         time.sleep(0.15)
-        prefill.push_chunk(1, 16, 32)
-        prefill.push_chunk(1, 32, 48)
+        for position in (0, 16, 32):
+            prefill.push_chunk(2, position, position + 16)
         give_up = time.monotonic() + 1.0
-        while prefill.senders[0].error(1) is None and time.monotonic() < give_up:
+        while prefill.senders[0].error(2) is None and time.monotonic() < give_up:
             time.sleep(0.01)
-        assert isinstance(prefill.senders[0].error(1), PeerLost)
+        assert isinstance(prefill.senders[0].error(2), PeerLost)
     finally:
         prefill.close()
 
