@@ -32,13 +32,15 @@ struct Groups {
   int16_t begin[kMaxExperts + kMaxPairs];   // of a group, into order
   int16_t count[kMaxExperts + kMaxPairs];
   int16_t expert[kMaxExperts + kMaxPairs];
+  int16_t local[kMaxPairs];                 // of a pair: its expert here, -1 for none
   int16_t rank[kMaxPairs];                  // of a pair among its expert's
   int32_t per_expert[kMaxExperts];
   int16_t first_pair[kMaxExperts], first_group[kMaxExperts];
   int total;
 };
 
-// The order of pairs inside a group is left to chance: a pair's column of the product does not see it.
+// Every block must put the same pairs into the same group. Inside a group their order is left to chance: a pair's column of the product
+// does not see it. So the atomic's answer serves as rank where an expert has one group, and pairs are counted where it has more.
 template <int MAX_TOKENS>
 __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
   const int t = threadIdx.x;
@@ -46,9 +48,18 @@ __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
   __syncthreads();
   for (int i = t; i < a.pairs; i += blockDim.x) {
     const int e = __ldcg(a.expert_ids + i) - a.first_expert;
-    if (e >= 0 && e < a.experts) s.rank[i] = atomicAdd(s.per_expert + e, 1);
+    const bool is_here = e >= 0 && e < a.experts;
+    s.local[i] = is_here ? e : -1;
+    if (is_here) s.rank[i] = atomicAdd(s.per_expert + e, 1);
   }
   __syncthreads();
+  for (int i = t; i < a.pairs; i += blockDim.x) {
+    const int e = s.local[i];
+    if (e < 0 || s.per_expert[e] <= MAX_TOKENS) continue;
+    int rank = 0;
+    for (int j = 0; j < i; j++) rank += s.local[j] == e;
+    s.rank[i] = rank;
+  }
   if (t < 32) {
     constexpr int kEach = kMaxExperts / 32;
     int pairs = 0, groups = 0;
@@ -77,8 +88,8 @@ __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
   }
   __syncthreads();
   for (int i = t; i < a.pairs; i += blockDim.x) {
-    const int e = __ldcg(a.expert_ids + i) - a.first_expert;
-    if (e >= 0 && e < a.experts) s.order[s.first_pair[e] + s.rank[i]] = i;
+    const int e = s.local[i];
+    if (e >= 0) s.order[s.first_pair[e] + s.rank[i]] = i;
   }
   __syncthreads();
 }

@@ -114,12 +114,14 @@ inline void run(dim3 grid, int threads, int shared, const std::function<void()>&
           fiber.context.uc_link = nullptr;
           makecontext(&fiber.context, reinterpret_cast<void (*)()>(fiber_main), 0);
         }
+        const int first = (x * 37 + y * 11) % threads;  // each block in an order of its own: what atomics decide must not differ
         while (b.live > 0)
-          for (auto& fiber : b.fibers)
-            if (!fiber.done) {
-              b.current = &fiber;
-              swapcontext(&b.scheduler, &fiber.context);
-            }
+          for (int i = 0; i < threads; i++) {
+            Fiber& fiber = b.fibers[(first + i) % threads];
+            if (fiber.done) continue;
+            b.current = &fiber;
+            swapcontext(&b.scheduler, &fiber.context);
+          }
       }
 }
 struct ThreadIndex {
