@@ -20,7 +20,6 @@ from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
 
 COPY_GBPS = 4300.0
-EXPERT_VARIANTS = (0, 1, 2, 3, 4, 8, 9, 10)  # 8 leaves out the 4-bit decoder, 9 and 10 all arithmetic
 Row = tuple[str, int, float, float]
 
 
@@ -47,7 +46,7 @@ def graph_us(launches: list[Callable[[], None]], repeats: int = 15) -> float:
 
 
 def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:
-    """Both expert products in every variant; bytes: the hit experts' weights."""
+    """Both expert products; bytes: the hit experts' weights."""
     for batch in batches:
         yield from _expert_case(config, weights, batch)
 
@@ -59,12 +58,11 @@ def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Ite
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
     arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
 
-    def both(i, variant):
-        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0, variant=variant)
+    def both(i):
+        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0)
 
-    for variant in EXPERT_VARIANTS:
-        us = graph_us([partial(both, i, variant) for i in range(len(layers))])
-        yield f"both v{variant} ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
+    us = graph_us([partial(both, i) for i in range(len(layers))])
+    yield f"both products ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
 
 
 def dense_rows(config: ModelConfig, weights: DecodeWeights) -> Iterator[Row]:
@@ -135,7 +133,7 @@ def attention_rows() -> Iterator[Row]:
 
 
 def full_case(batch: int, context: int, layers: int = 8):
-    """A launch of full attention over pool i in a variant, and its operands."""
+    """A launch of full attention over pool i, and its operands."""
     blocks = context // BLOCK_SIZE
     pools = [randn(batch * blocks, 2, 8, BLOCK_SIZE, 64) for _ in range(max(1, min(layers, 8 * 8192 * 32 // (batch * context))))]
     q, out, sink = randn(batch, 64, 64), randn(batch, 64, 64), randn(64, dtype=torch.float32)
@@ -143,18 +141,17 @@ def full_case(batch: int, context: int, layers: int = 8):
     workspace = SplitWorkspace.allocate(batch, 8, batch * context, "cuda")
     workspace.cu_chunks.copy_(torch.arange(batch + 1) * num_chunks(context))
 
-    def full(i, variant):
+    def full(i):
         pool = pools[i % len(pools)]
-        launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
+        launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8)
 
     return full, (q, out, sink, lens, table, pools)
 
 
 def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
     full, (q, out, sink, lens, table, pools) = full_case(batch, context, layers)
-    for variant in range(4):
-        us = graph_us([partial(full, i, variant) for i in range(layers)])
-        yield f"full v{variant} context {context}", batch, us, batch * context * 2048
+    us = graph_us([partial(full, i) for i in range(layers)])
+    yield f"full, context {context}", batch, us, batch * context * 2048
     if context == 8192:
         start, near = torch.full_like(lens, context - 128), table[:, -9:].contiguous()
 

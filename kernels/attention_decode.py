@@ -120,13 +120,12 @@ def launch_full(
     *,
     sm_scale: float,
     group: int,
-    variant: int = 0,
 ) -> None:
-    """The launch alone; arguments as in `attention_full`, group = H / K. `variant` picks warps a block and blocks a processor."""
+    """The launch alone; arguments as in `attention_full`, group = H / K."""
     cuda_library.call(
         "attention_decode", "tandem_attention_full", q, kv_pool, block_table, seq_lens, sink, out, workspace.cu_chunks,
         workspace.partial_acc, workspace.partial_stats, workspace.arrived, q.shape[0], kv_pool.shape[2], group, block_table.shape[1],
-        float(sm_scale), cuda_library.multiprocessors(q.device.index or 0), variant,
+        float(sm_scale), cuda_library.multiprocessors(q.device.index or 0),
     )  # fmt: skip
 
 

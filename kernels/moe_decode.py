@@ -127,15 +127,13 @@ def experts_decode(
     return out
 
 
-def launch_experts(
-    x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0, variant: int = 0
-) -> None:
+def launch_experts(x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0) -> None:
     """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
-        out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert, experts, variant, float(alpha),
+        out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert, experts, float(alpha),
         float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
 

@@ -437,17 +437,11 @@ extern "C" int tandem_attention_sliding(const void* q, const void* kv_pool, cons
 // cu_chunks comes from tandem_prepare_step, which cuts with the same rule. partial_*: one entry a chunk and KV head.
 extern "C" int tandem_attention_full(const void* q, const void* kv_pool, const void* block_table, const void* seq_lens, const void* sink,
                                      void* out, const void* cu_chunks, void* partial_acc, void* partial_stats, void* arrived, int batch,
-                                     int kv_heads, int group, int table_stride, float sm_scale, int processors, int variant, void* stream) {
+                                     int kv_heads, int group, int table_stride, float sm_scale, int processors, void* stream) {
   if (group > kGroup || batch > kMaxBatch) return -1;
   const AttentionArgs a = {static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(kv_pool), static_cast<const int32_t*>(block_table),
                            nullptr, static_cast<const int32_t*>(seq_lens), static_cast<const float*>(sink), static_cast<uint16_t*>(out),
                            static_cast<const int32_t*>(cu_chunks), static_cast<float*>(partial_acc), static_cast<float*>(partial_stats),
                            static_cast<int32_t*>(arrived), batch, kv_heads, group, table_stride, 0, sm_scale};
-  switch (variant) {
-    case 0: return launch_attention<8, 4, 1>(a, processors, stream);
-    case 1: return launch_attention<8, 5, 1>(a, processors, stream);
-    case 2: return launch_attention<4, 4, 2>(a, processors, stream);
-    case 3: return launch_attention<8, 3, 1>(a, processors, stream);
-    default: return -1;
-  }
+  return launch_attention<4, 4, 2>(a, processors, stream);
 }

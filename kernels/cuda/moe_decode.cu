@@ -166,7 +166,7 @@ struct Sums {
   float4* values;   // [kSums][warps][2][NT_MAX][32]
 };
 
-template <int WARPS, int UNITS, int STEP, int NT_MAX, int NT, int STAGES, int ABLATE>
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int NT, int STAGES>
 __device__ __forceinline__ void multiply_group(const Product& p, const Groups& s, WeightStream<WARPS, UNITS, STEP, STAGES>& stream,
                                                const Sums& sums, int& item, int group, int tiles) {
   constexpr int kColumns = WARPS * UNITS * 32;
@@ -189,7 +189,6 @@ __device__ __forceinline__ void multiply_group(const Product& p, const Groups& s
       const unsigned char* slice = stream.wait();
 #pragma unroll
       for (int u = 0; u < STEP; u++) {
-        if (ABLATE == 2) break;
         const int j = part * STEP + u;
         const uint4 codes = *reinterpret_cast<const uint4*>(slice + u * kUnitBytes + lane * 16);
         const uint32_t scales = *reinterpret_cast<const uint32_t*>(slice + u * kUnitBytes + 512 + g * 4);
@@ -197,12 +196,8 @@ __device__ __forceinline__ void multiply_group(const Product& p, const Groups& s
         for (int mt = 0; mt < 2; mt++) {
           uint32_t top[4], bottom[4];  // rows g and g + 8 of this half
           const uint32_t q_top = mt ? codes.z : codes.x, q_bottom = mt ? codes.w : codes.y;
-          if (ABLATE == 1) {
-            for (int i = 0; i < 4; i++) top[i] = q_top ^ scales, bottom[i] = q_bottom ^ scales;
-          } else {
-            decode_fp4(q_top, (scales >> (16 * mt) & 0xFFu) * 0x00800080u, top);
-            decode_fp4(q_bottom, (scales >> (16 * mt + 8) & 0xFFu) * 0x00800080u, bottom);
-          }
+          decode_fp4(q_top, (scales >> (16 * mt) & 0xFFu) * 0x00800080u, top);
+          decode_fp4(q_bottom, (scales >> (16 * mt + 8) & 0xFFu) * 0x00800080u, bottom);
 #pragma unroll
           for (int nt = 0; nt < NT; nt++) {
             mma_bf16(acc[mt][nt], top[0], bottom[0], top[1], bottom[1], b[nt][j].x, b[nt][j].y);
@@ -296,7 +291,7 @@ __device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, cons
   }
 }
 
-template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ABLATE>
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
   DYNAMIC_SHARED(shared);
   using Stream = WeightStream<WARPS, UNITS, STEP, STAGES>;
@@ -335,11 +330,11 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
       for (int at = share.first; at < share.last;) {
         const int group = at / p.tiles, tiles = min(p.tiles - at % p.tiles, share.last - at), count = groups.count[group];
         if (NT_MAX == 1 || count <= 8)
-          multiply_group<WARPS, UNITS, STEP, NT_MAX, 1, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, 1, STAGES>(p, groups, stream, sums, item, group, tiles);
         else if (NT_MAX == 2 || count <= 16)
-          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 2 ? 1 : 2, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 2 ? 1 : 2, STAGES>(p, groups, stream, sums, item, group, tiles);
         else
-          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 3 ? 1 : 3, STAGES, ABLATE>(p, groups, stream, sums, item, group, tiles);
+          multiply_group<WARPS, UNITS, STEP, NT_MAX, NT_MAX < 3 ? 1 : 3, STAGES>(p, groups, stream, sums, item, group, tiles);
         at += tiles;
       }
     }
@@ -348,17 +343,17 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
   if (threadIdx.x == 0 && a.first_phase == 0 && atomicAdd(a.arrived + 1, 1) == static_cast<int>(gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
 }
 
-template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ABLATE = 0>
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES>
 int launch_moe(MoeArgs a, int blocks, void* stream) {
   constexpr int kShared = ((WARPS * STAGES + 2 * kSums) * 8 + 127) / 128 * 128 + WARPS * STAGES * STEP * kUnitBytes +
                           kSums * WARPS * 2 * NT_MAX * 512 + static_cast<int>(sizeof(Groups));
   static_assert(kShared <= 227 * 1024, "more shared memory than a block may have");
 #ifdef TANDEM_EMULATE  // blocks run one after the other there: no block can wait for the others' first products
   a.last_phase = 0;
-  launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ABLATE>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
+  launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
   a.first_phase = a.last_phase = 1;
 #endif
-  return launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ABLATE>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
+  return launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
 }
 
 }  // namespace
@@ -366,7 +361,7 @@ int launch_moe(MoeArgs a, int blocks, void* stream) {
 // Returns a CUDA error code, or -1 for a shape that has no instance. `blocks` must all be resident at once.
 extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
                                   const void* expert_ids, void* hidden, void* out, void* arrived, int tokens, int choices, int columns,
-                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, int variant, float alpha, float limit,
+                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, float alpha, float limit,
                                   int blocks, void* stream) {
   const Product first = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(gate_up), static_cast<const uint16_t*>(gate_up_bias),
                          static_cast<uint16_t*>(hidden), gate_up_tiles, choices, gate_up_tiles * 16};
@@ -381,29 +376,6 @@ extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void
   return tokens <= 8 ? launch_moe<3, 2, 1, 1, 4>(a, blocks, stream) : launch_moe<2, 3, 3, 3, 2>(a, blocks, stream);
 #else
   if (columns != 2880) return -1;
-  if (tokens <= 8) {
-    switch (variant) {
-      case 0: return launch_moe<15, 6, 3, 1, 4>(a, blocks, stream);
-      case 1: return launch_moe<15, 6, 3, 1, 7>(a, blocks, stream);
-      case 2: return launch_moe<15, 6, 6, 1, 3>(a, blocks, stream);
-      case 3: return launch_moe<10, 9, 3, 1, 7>(a, blocks, stream);
-      case 4: return launch_moe<15, 6, 2, 1, 6>(a, blocks, stream);
-      case 8: return launch_moe<15, 6, 3, 1, 4, 1>(a, blocks, stream);
-      case 9: return launch_moe<15, 6, 3, 1, 4, 2>(a, blocks, stream);
-      case 10: return launch_moe<15, 6, 6, 1, 3, 2>(a, blocks, stream);
-      default: return -1;
-    }
-  }
-  switch (variant) {
-    case 0: return launch_moe<15, 6, 3, 2, 4>(a, blocks, stream);
-    case 1: return launch_moe<15, 6, 3, 2, 5>(a, blocks, stream);
-    case 2: return launch_moe<15, 6, 6, 2, 3>(a, blocks, stream);
-    case 3: return launch_moe<10, 9, 3, 3, 6>(a, blocks, stream);
-    case 4: return launch_moe<15, 6, 3, 3, 4>(a, blocks, stream);
-    case 8: return launch_moe<15, 6, 3, 2, 4, 1>(a, blocks, stream);
-    case 9: return launch_moe<15, 6, 3, 2, 4, 2>(a, blocks, stream);
-    case 10: return launch_moe<10, 9, 3, 3, 6, 2>(a, blocks, stream);
-    default: return -1;
-  }
+  return tokens <= 8 ? launch_moe<15, 6, 6, 1, 3>(a, blocks, stream) : launch_moe<15, 6, 6, 2, 3>(a, blocks, stream);
 #endif
 }
