@@ -62,3 +62,29 @@ class BlockPool:
         held = sum(owner is not None for owner in self._owner)
         if held + len(self._free) != self.num_blocks or len(set(self._free)) != len(self._free):
             raise ServingError(f"block accounting is off: {held} held + {len(self._free)} free != {self.num_blocks}")
+
+
+@dataclass(frozen=True)
+class KVPools:
+    """The two pools of a group: block ids of its full layers and of its sliding layers."""
+
+    full: BlockPool
+    sliding: BlockPool
+
+    @classmethod
+    def of(cls, full_blocks: int, sliding_blocks: int) -> KVPools:
+        return cls(BlockPool(full_blocks), BlockPool(sliding_blocks))
+
+    def counts(self) -> dict[str, int]:
+        """The fields of a GroupLoad that speak of blocks."""
+        return {
+            "free_full_blocks": self.full.num_free,
+            "total_full_blocks": self.full.num_blocks,
+            "free_sliding_blocks": self.sliding.num_free,
+            "total_sliding_blocks": self.sliding.num_blocks,
+        }
+
+    def check(self) -> None:
+        """Raises: ServingError if a pool's free list and owners disagree"""
+        self.full.check()
+        self.sliding.check()

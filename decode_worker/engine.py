@@ -243,10 +243,7 @@ class DecodeEngine:
         scheduler = self._scheduler
         self.load = types_pb2.GroupLoad(
             running=scheduler.count(Place.RUNNING),
-            free_full_blocks=scheduler.free_full_blocks,
-            total_full_blocks=scheduler.total_full_blocks,
-            free_sliding_blocks=scheduler.free_sliding_blocks,
-            total_sliding_blocks=scheduler.total_sliding_blocks,
+            **scheduler.pools.counts(),
             context_tokens=sum(sequence.position for sequence in self._running.values()),
             last_step_ms=self._last_step_s * 1000,
             draining=self._is_draining,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from common.block_pool import BlockGrant, BlockPool
+from common.block_pool import BlockGrant, KVPools
 from common.errors import CapacityError
 from common.kv_layout import KVGeometry
 
@@ -46,8 +46,7 @@ class DecodeScheduler:
 
     def __init__(self, geometry: KVGeometry, full_blocks: int, sliding_blocks: int, max_batch: int):
         self._geometry = geometry
-        self._full = BlockPool(full_blocks)
-        self._sliding = BlockPool(sliding_blocks)
+        self.pools = KVPools.of(full_blocks, sliding_blocks)
         self._max_batch = max_batch
         self._entries: dict[int, _Entry] = {}
 
@@ -61,10 +60,12 @@ class DecodeScheduler:
             raise CapacityError(f"all {self._max_batch} places of the batch are taken")
         full = self._geometry.blocks_for(max_total_tokens)
         sliding = min(full, self._geometry.sliding_blocks_worst(1))
-        if sliding > self._sliding.num_free:
-            raise CapacityError(f"{sliding} sliding KV blocks wanted, {self._sliding.num_free} of {self._sliding.num_blocks} free")
+        if sliding > self.pools.sliding.num_free:
+            raise CapacityError(
+                f"{sliding} sliding KV blocks wanted, {self.pools.sliding.num_free} of {self.pools.sliding.num_blocks} free"
+            )
         owner = _owner(transfer_id)
-        allotment = Allotment(self._full.allocate(full, owner), self._sliding.allocate(sliding, owner))
+        allotment = Allotment(self.pools.full.allocate(full, owner), self.pools.sliding.allocate(sliding, owner))
         self._entries[transfer_id] = _Entry(allotment, Place.RESERVED)
         return allotment
 
@@ -79,8 +80,8 @@ class DecodeScheduler:
     def release(self, transfer_id: int) -> None:
         """Gives everything back; allowed once nobody writes to or reads from the blocks any more."""
         entry = self._entries.pop(transfer_id)
-        self._full.free(entry.allotment.full.block_ids, _owner(transfer_id))
-        self._sliding.free(entry.allotment.sliding.block_ids, _owner(transfer_id))
+        self.pools.full.free(entry.allotment.full.block_ids, _owner(transfer_id))
+        self.pools.sliding.free(entry.allotment.sliding.block_ids, _owner(transfer_id))
 
     def place(self, transfer_id: int) -> Place | None:
         entry = self._entries.get(transfer_id)
@@ -88,27 +89,6 @@ class DecodeScheduler:
 
     def count(self, place: Place) -> int:
         return sum(entry.place is place for entry in self._entries.values())
-
-    @property
-    def free_full_blocks(self) -> int:
-        return self._full.num_free
-
-    @property
-    def free_sliding_blocks(self) -> int:
-        return self._sliding.num_free
-
-    @property
-    def total_full_blocks(self) -> int:
-        return self._full.num_blocks
-
-    @property
-    def total_sliding_blocks(self) -> int:
-        return self._sliding.num_blocks
-
-    def check(self) -> None:
-        """Raises: ServingError if pools and entries disagree"""
-        self._full.check()
-        self._sliding.check()
 
     def _move(self, transfer_id: int, before: Place, after: Place) -> None:
         entry = self._entries[transfer_id]

@@ -237,10 +237,7 @@ class PrefillEngine:
         self.load = types_pb2.GroupLoad(
             running=scheduler.computing is not None,
             waiting=scheduler.num_waiting,
-            free_full_blocks=scheduler.free_full_blocks,
-            total_full_blocks=scheduler.total_full_blocks,
-            free_sliding_blocks=scheduler.free_sliding_blocks,
-            total_sliding_blocks=scheduler.total_sliding_blocks,
+            **scheduler.pools.counts(),
             context_tokens=scheduler.unfinished_tokens,
             last_step_ms=self._last_prefill_s * 1000,
             draining=self._is_draining,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from common.block_pool import BlockPool
+from common.block_pool import KVPools
 from common.errors import CapacityError
 from common.kv_layout import KVGeometry
 
@@ -46,8 +46,7 @@ class PrefillScheduler:
 
     def __init__(self, geometry: KVGeometry, full_blocks: int, sliding_blocks: int, chunk_tokens: int):
         self._geometry = geometry
-        self._full = BlockPool(full_blocks)
-        self._sliding = BlockPool(sliding_blocks)
+        self.pools = KVPools.of(full_blocks, sliding_blocks)
         self._chunk_tokens = chunk_tokens
         self._waiting: deque[_Prompt] = deque()
         self._computing: _Prompt | None = None
@@ -55,8 +54,8 @@ class PrefillScheduler:
 
     def submit(self, key: str, num_tokens: int) -> None:
         """Raises: CapacityError if the prompt is longer than the pool will ever hold"""
-        if self._geometry.blocks_for(num_tokens) > self._full.num_blocks:
-            most = self._full.num_blocks * self._geometry.block_size_tokens
+        if self._geometry.blocks_for(num_tokens) > self.pools.full.num_blocks:
+            most = self.pools.full.num_blocks * self._geometry.block_size_tokens
             raise CapacityError(f"a prompt of {num_tokens} tokens; this prefill group holds {most}")
         self._waiting.append(_Prompt(key, num_tokens))
 
@@ -68,7 +67,7 @@ class PrefillScheduler:
         start, end = prompt.num_done, min(prompt.num_done + self._chunk_tokens, prompt.num_tokens)
         self._drop_sliding(prompt, g.first_live_block(start))
         missing = g.blocks_for(end) - prompt.sliding_first - len(prompt.sliding)
-        prompt.sliding.extend(self._sliding.allocate(missing, prompt.key).block_ids)
+        prompt.sliding.extend(self.pools.sliding.allocate(missing, prompt.key).block_ids)
         is_last = end == prompt.num_tokens
         return Chunk(prompt.key, start, end, is_last, prompt.full[: g.blocks_for(end)], prompt.sliding_first, tuple(prompt.sliding))
 
@@ -95,8 +94,8 @@ class PrefillScheduler:
         if self._computing is not None and self._computing.key == key:
             prompt, self._computing = self._computing, None
         if prompt is not None:
-            self._full.free(prompt.full, key)
-            self._sliding.free(tuple(prompt.sliding), key)
+            self.pools.full.free(prompt.full, key)
+            self.pools.sliding.free(tuple(prompt.sliding), key)
         else:
             self._waiting = deque(waiting for waiting in self._waiting if waiting.key != key)
 
@@ -118,27 +117,6 @@ class PrefillScheduler:
         left = sum(prompt.num_tokens for prompt in self._waiting)
         return left + (self._computing.num_tokens - self._computing.num_done if self._computing else 0)
 
-    @property
-    def free_full_blocks(self) -> int:
-        return self._full.num_free
-
-    @property
-    def free_sliding_blocks(self) -> int:
-        return self._sliding.num_free
-
-    @property
-    def total_full_blocks(self) -> int:
-        return self._full.num_blocks
-
-    @property
-    def total_sliding_blocks(self) -> int:
-        return self._sliding.num_blocks
-
-    def check(self) -> None:
-        """Raises: ServingError if pools and prompts disagree"""
-        self._full.check()
-        self._sliding.check()
-
     def _current(self) -> _Prompt:
         assert self._computing is not None
         return self._computing
@@ -149,10 +127,10 @@ class PrefillScheduler:
             return False
         prompt, g = self._waiting[0], self._geometry
         full = g.blocks_for(prompt.num_tokens)
-        if full > self._full.num_free or min(full, g.sliding_blocks_worst(self._chunk_tokens)) > self._sliding.num_free:
+        if full > self.pools.full.num_free or min(full, g.sliding_blocks_worst(self._chunk_tokens)) > self.pools.sliding.num_free:
             return False
         self._computing = self._waiting.popleft()
-        prompt.full = self._full.allocate(full, prompt.key).block_ids
+        prompt.full = self.pools.full.allocate(full, prompt.key).block_ids
         return True
 
     def _drop_sliding(self, prompt: _Prompt, first_kept: int) -> None:
@@ -161,7 +139,7 @@ class PrefillScheduler:
         while prompt.sliding and prompt.sliding_first < first_kept:
             dropped.append(prompt.sliding.popleft())
             prompt.sliding_first += 1
-        self._sliding.free(dropped, prompt.key)
+        self.pools.sliding.free(dropped, prompt.key)
 
 
 def sliding_blocks_for(geometry: KVGeometry, chunk_tokens: int, pushes: int) -> int:

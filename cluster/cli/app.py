@@ -28,9 +28,15 @@ NameOption = Annotated[str, typer.Option("--name", help="Which cluster of this m
 RouterOption = Annotated[str | None, typer.Option("--router", help="host:port; unset = the router of --name on this machine.")]
 
 
+class _Errors:
+    """How this run of the command reports them; set once, from `--debug`."""
+
+    show_traceback = False
+
+
 @app.callback()
 def _root(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
-    pass
+    _Errors.show_traceback = debug
 
 
 def main() -> None:
@@ -40,7 +46,7 @@ def main() -> None:
     try:
         app()
     except ServingError as exc:
-        if "--debug" in sys.argv:
+        if _Errors.show_traceback:
             raise
         err.print(f"tandem: {exc}", style="red", markup=False)
         sys.exit(2 if isinstance(exc, ConfigError | InvalidRequestError) else 1)

@@ -236,8 +236,8 @@ def test_random_commands_in_random_order_leave_nothing_behind(seed):
                 else:
                     bench.commands.put(cmd.WriterStopped(reservation.transfer_id))
         bench.wait_idle(6.0)
-        bench.scheduler.check()
-        assert bench.scheduler.free_sliding_blocks == MAX_BATCH * RING
+        bench.scheduler.pools.check()
+        assert bench.scheduler.pools.sliding.num_free == MAX_BATCH * RING
     ends = [o.internal_id for o in bench.outputs if o.HasField("finish") or o.error_status]
     assert len(ends) == len(set(ends)), "a request ended twice"
     assert admitted <= set(ends)

@@ -71,9 +71,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_agree(self):
-        self.scheduler.check()
-        assert self.scheduler.free_full_blocks == self.FULL - sum(f for _, f, _ in self.model.values())
-        assert self.scheduler.free_sliding_blocks == self.SLIDING - sum(s for *_, s in self.model.values())
+        self.scheduler.pools.check()
+        assert self.scheduler.pools.full.num_free == self.FULL - sum(f for _, f, _ in self.model.values())
+        assert self.scheduler.pools.sliding.num_free == self.SLIDING - sum(s for *_, s in self.model.values())
         for place in Place:
             assert self.scheduler.count(place) == sum(p is place for p, *_ in self.model.values())
 

@@ -38,11 +38,11 @@ def test_chunks_cover_a_prompt_once_and_never_lose_a_key_that_is_still_seen(num_
         last_slots = {position: slot(position) for position in handed_over if position < done}
     scheduler.finish()
     assert all(holds[place] == position for position, place in last_slots.items())
-    kept = scheduler.total_sliding_blocks - scheduler.free_sliding_blocks
+    kept = scheduler.pools.sliding.num_blocks - scheduler.pools.sliding.num_free
     assert kept == geometry.handover_blocks(num_tokens, sliding=True)[1]
     scheduler.release("a")
-    assert scheduler.free_full_blocks == 100
-    assert scheduler.free_sliding_blocks == scheduler.total_sliding_blocks
+    assert scheduler.pools.full.num_free == 100
+    assert scheduler.pools.sliding.num_free == scheduler.pools.sliding.num_blocks
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -102,13 +102,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_agree(self):
-        self.scheduler.check()
+        self.scheduler.pools.check()
         assert self.scheduler.num_waiting == len(self.waiting)
         assert self.scheduler.num_pushing == len(self.pushing)
         assert self.scheduler.computing == (self.computing[0] if self.computing else None)
         if not self.pushing and not self.computing:
-            assert self.scheduler.free_full_blocks == 40
-            assert self.scheduler.free_sliding_blocks == self.scheduler.total_sliding_blocks
+            assert self.scheduler.pools.full.num_free == 40
+            assert self.scheduler.pools.sliding.num_free == self.scheduler.pools.sliding.num_blocks
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
