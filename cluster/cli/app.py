@@ -19,7 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, soft_wrap=True)
+PIPE_COLUMNS = 160  # tables in a pipe or file are not cut to a terminal's width
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML file with the configuration tree.", show_default=False)]
@@ -41,7 +42,7 @@ def _root(debug: Annotated[bool, typer.Option("--debug", help="Show the tracebac
 
 def main() -> None:
     """Exit codes: 0 done; 1 the work failed; 2 the command or a config is wrong; 130 interrupted."""
-    from cluster.cli import client, serve, tools  # noqa: F401 - they register their commands
+    from cluster.cli import chat, client, profile, serve, tools  # noqa: F401 - they register their commands
 
     try:
         app()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.local_cluster import VOCAB_SIZE, cluster_config, running_cluster
@@ -30,3 +34,25 @@ def reference():
 
     config = fixture_config(vocab_size=VOCAB_SIZE)
     return build_hf_model(config, random_tensors(config))
+
+
+@pytest.fixture(scope="module")
+def trained_router(tmp_path_factory):
+    """host:port of a router in front of the shipped trained model, brought up and down by the command itself."""
+    folder = tmp_path_factory.mktemp("trained")
+    pools = [
+        {"name": "prefill-tp1", "role": "prefill", "kv_blocks": 512, "chunk_tokens": 256},
+        {"name": "decode-tp1", "role": "decode", "kv_blocks": 1024, "max_batch": 16},
+    ]
+    config = cluster_config(folder / "tiny", pools=pools, model={"path": str(folder / "tiny"), "max_model_len": 4096})
+    (folder / "config.json").write_text(config.model_dump_json())
+    environment = {**os.environ, "TANDEM_STATE_DIR": str(folder / "state")}
+
+    def tandem(*args: str) -> str:
+        command = [sys.executable, "-m", "cluster.cli", *args]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    tandem("fixture", "trained", str(folder / "tiny"))
+    started = tandem("up", "--name", "trained", "--config", str(folder / "config.json"))
+    yield started.split()[-1]
+    tandem("down", "--name", "trained")
