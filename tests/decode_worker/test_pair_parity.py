@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,13 +68,35 @@ def test_one_process_alone_agrees_with_transformers(tiny, expected):
     assert dict(zip(LENGTHS, got, strict=True)) == expected(LENGTHS)
 
 
+PAIRS = list(itertools.product((1, 2, 4, 8), (1, 2, 4)))
+
+
+def sides(prefill_tp: int, decode_tp: int, transport: str) -> list[dict]:
+    """Whole experts per rank on the decode side, cut ones and whole ones in turn on the prefill side."""
+    prefill_ep = prefill_tp if decode_tp == 2 else 1
+    pair = ((prefill_tp, prefill_ep), (decode_tp, decode_tp))
+    return [{"tp": tp, "ep": ep, "transport": transport} for tp, ep in pair]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(("prefill", "decode"), [((2, 1), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (4, 1)), ((4, 4), (2, 1)), ((8, 1), (4, 4))])
-async def test_every_pair_of_layouts_agrees_with_transformers(tiny, expected, prefill, decode, transport):
-    sides = [{"tp": tp, "ep": ep, "transport": transport} for tp, ep in (prefill, decode)]
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+async def test_every_pair_of_layouts_agrees_with_transformers(tiny, expected, prefill_tp, decode_tp):
+    transport = ("shm", "tcp")[PAIRS.index((prefill_tp, decode_tp)) % 2]
     lengths = (1, 16, 130, 257)
-    assert await answers(tiny.path, *sides, lengths) == expected(lengths)
+    assert await answers(tiny.path, *sides(prefill_tp, decode_tp, transport), lengths) == expected(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 4), (2, 4), (4, 2), (8, 4), (8, 1)])
+async def test_pairs_that_cut_eight_kv_heads_agree_with_one_process(tmp_path, prefill_tp, decode_tp):
+    """No replicas here: every rank holds other heads, as with the real model."""
+    eight = write_tiny(tmp_path, num_qo_heads=16, num_kv_heads=8, head_dim=32, num_layers=2)
+    weights = load_shard(eight.path, eight.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="mxfp4")
+    lengths = (17, 130)
+    run = PagedRun(eight.config, GptOss(eight.config, weights, LocalGroup(), "cpu"), num_sequences=len(lengths))
+    wanted = greedy(run, [prompt_of(length) for length in lengths], NEW_TOKENS)
+    got = await answers(eight.path, *sides(prefill_tp, decode_tp, "shm"), lengths)
+    assert got == dict(zip(lengths, wanted, strict=True))
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def cluster_config(checkpoint: Path, **changes) -> Config:
 @contextmanager
 def running_cluster(name: str, folder: Path, config: Config):
     """Raises what `bring_up` raises; always takes down what it started."""
+    assert "TANDEM_STATE_DIR" not in os.environ, "one process drives one cluster at a time"
     os.environ["TANDEM_STATE_DIR"] = str(folder)
     try:
         state = bring_up(config, name)
