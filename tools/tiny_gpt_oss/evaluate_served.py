@@ -89,10 +89,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON; tables of other names in it are kept")
     parser.add_argument("--name", required=True, help="name of this table, e.g. served_mxfp4")
     parser.add_argument("--per-task", type=int, default=100)
+    parser.add_argument("--task", action="append", help="only these tasks; may be given several times")
     parser.add_argument("--reference", type=Path, help="checkpoint folder to compare with transformers on")
     given = parser.parse_args()
     vocabulary = Vocabulary.load(given.data / "vocabulary.json")
     examples = pick(read_examples(given.data / "examples.jsonl.xz"), given.per_task)
+    if given.task:
+        examples = [example for example in examples if example.task in given.task]
     outputs = asyncio.run(ask_all(given.router, examples))
     table = tabulate(grade_all(examples, outputs, vocabulary))
     if given.reference is not None:
