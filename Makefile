@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast lint format proto clean
+.PHONY: demo test test-strict test-fast lint format proto clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -14,6 +14,9 @@ demo: .venv/ready  ## a local cluster with real pools, transfer and gRPC; three 
 
 test: .venv/ready  ## the whole suite; tests that need hardware skip themselves with the reason
 	$(BIN)/python -m pytest -q
+
+test-strict: .venv/ready  ## the whole suite with every time bound as written; for a quiet machine
+	TANDEM_TEST_PATIENCE=1 $(BIN)/python -m pytest -q
 
 test-fast: .venv/ready  ## without the slow ones: a minute or two
 	$(BIN)/python -m pytest -q -m "not slow"

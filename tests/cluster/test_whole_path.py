@@ -12,6 +12,7 @@ import torch
 
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
 from tests.support.local_cluster import VOCAB_SIZE, ask, channel_of, request, wait_idle
+from tests.support.pace import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -131,7 +132,7 @@ async def test_nothing_is_lost_when_a_third_is_cancelled_at_random(local_cluster
         took_s = await wait_idle(stub, 1.0)
     assert endings["ok"] + endings["cancelled"] == 2000
     assert endings["cancelled"] > 300, "the test must really cancel"
-    assert took_s <= 1.0
+    assert took_s <= within(1.0)
 
 
 BAD = [
@@ -159,7 +160,7 @@ async def test_bad_input_is_refused_by_name_in_time_and_harms_nothing(local_clus
         took_s = asyncio.get_running_loop().time() - started
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details().startswith(field)
-        assert took_s < 0.1
+        assert took_s < within(0.1)
         after = {p.pid for g in (await stub.GetLoads(router_pb2.GetLoadsRequest())).groups for p in g.description.ranks}
     assert after == before
     assert before

@@ -8,6 +8,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.proto import router_pb2
 from common.requests import ModelLimits, parse_request, sampling_from_proto, sampling_to_proto
+from tests.support.pace import within
 
 LIMITS = ModelLimits(vocab_size=201088, max_model_len=4096, has_vocab=True)
 
@@ -44,7 +45,7 @@ def test_a_sampling_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError) as caught:
         parse_request(good(**{name: value}).SerializeToString(), LIMITS)
     assert caught.value.field == f"sampling_params.{name}"
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < within(0.1)
 
 
 def change(**fields):
@@ -112,7 +113,7 @@ def test_a_message_of_five_megabytes_is_refused_in_time():
     started = time.monotonic()
     with pytest.raises(InvalidRequestError):
         parse_request(b"\x0a" + b"x" * (5 << 20), LIMITS)
-    assert time.monotonic() - started < 0.1
+    assert time.monotonic() - started < within(0.1)
 
 
 @pytest.mark.parametrize("stop", [["x"], []])

@@ -25,6 +25,7 @@ from model.kv_cache import KVCache
 from model.parallel import LocalGroup
 from tests.support.fake_model import CONFIG, FakeModel, FakeModelBuilder
 from tests.support.groups import KEY
+from tests.support.pace import within
 
 GEOMETRY = CONFIG.kv_geometry(16, "float32")
 FULL_BLOCKS, MAX_BATCH = 60, 4
@@ -98,7 +99,7 @@ class Bench:
         return command.done
 
     def wait_idle(self, timeout_s: float = 3.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + within(timeout_s)
         while time.monotonic() < deadline:
             load = self.engine.load
             if load.free_full_blocks == FULL_BLOCKS and not load.running and not load.transfers:

@@ -5,6 +5,7 @@ import random
 
 from common.proto import types_pb2, worker_pb2
 from decode_worker.mailbox import Mailboxes
+from tests.support.pace import within
 
 LOAD = types_pb2.GroupLoad(running=1)
 
@@ -140,7 +141,7 @@ async def test_second_subscription_ends_the_first():
     first.connect()
     await asyncio.sleep(0.01)
     second.connect()
-    await asyncio.wait_for(first.task, 1)
+    await asyncio.wait_for(first.task, within(1))
     boxes.publish(1, {"a": [output("x", 0, 1)]}, LOAD)
     await asyncio.sleep(0.01)
     assert (first.tokens, second.tokens) == ({}, {"x": [1]})

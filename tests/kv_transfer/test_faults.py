@@ -17,6 +17,7 @@ from kv_transfer.sender import PushResult
 from kv_transfer.transports import nixl
 from tests.support.kv_groups import KEY, DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined
 from tests.support.kv_peer import PeerProcess
+from tests.support.pace import within
 
 TOKENS = 160
 
@@ -61,24 +62,24 @@ def test_a_stopped_decode_rank_ends_at_the_deadline_and_other_pairs_go_on(peers:
             push_all(prefill, 1, 99, lambda: None)
             assert prefill.finish(1)[0].error is None
         began = time.monotonic()
-        prefill.begin(stopped.reserve(2, TOKENS), deadline_s=1.5)
+        prefill.begin(stopped.reserve(2, TOKENS), deadline_s=within(1.5))
         push_all(prefill, 2, at, lambda: stopped.signal(signal.SIGSTOP))
         prefill.begin(healthy.reserve(3, TOKENS))
         push_all(prefill, 3, 99, lambda: None)
-        assert prefill.finish(3, timeout_s=1.5)[0].error is None
-        assert time.monotonic() - began < 1.5, "the healthy pair waited for the stopped one"
+        assert prefill.finish(3, timeout_s=within(1.5))[0].error is None
+        assert time.monotonic() - began < within(1.5), "the healthy pair waited for the stopped one"
         assert_handed_over(prefill, healthy, 3)
         results: list[PushResult] = []
         prefill.senders[0].finish(2, results.append)
-        while not results and prefill.senders[0].error(2) is None and time.monotonic() - began < 2.5:
+        while not (results or (transport == "nixl" and prefill.senders[0].error(2) is not None)) and time.monotonic() - began < within(2.5):
             time.sleep(0.01)
-        is_over, error = bool(results), results[0].error if results else prefill.senders[0].error(2)
+        error = results[0].error if results else prefill.senders[0].error(2)
         stopped.signal(signal.SIGCONT)
         if transport == "tcp":
-            assert is_over
+            assert results
             assert isinstance(error, TransferTimeout)
         else:  # one-sided: what had a connection is written without the peer's help; else it is over only when the peer has taken it
-            assert is_over if error is None else isinstance(error, TransferTimeout)
+            assert results if error is None else isinstance(error, TransferTimeout)
             while not results:
                 time.sleep(0.01)
         prefill.begin(stopped.reserve(4, TOKENS))  # the group is back without a restart of anybody
@@ -103,7 +104,7 @@ def test_a_killed_decode_rank_is_noticed_at_once(peers: list[PeerProcess], trans
         result = prefill.finish(1)[0]
         if at < 10 or result.error is not None:  # at the end every byte may have been acknowledged before
             assert isinstance(result.error, PeerLost)
-        assert time.monotonic() - died < 2.0
+        assert time.monotonic() - died < within(2.0)
         prefill.begin(healthy.reserve(2, TOKENS))
         push_all(prefill, 2, 99, lambda: None)
         assert prefill.finish(2)[0].error is None
@@ -123,7 +124,7 @@ def test_a_long_prefill_learns_early_that_nobody_will_read_its_kv(peers: list[Pe
         time.sleep(0.15)
         for position in (0, 16, 32):
             prefill.push_chunk(2, position, position + 16)
-        give_up = time.monotonic() + 1.0
+        give_up = time.monotonic() + within(1.0)
         while prefill.senders[0].error(2) is None and time.monotonic() < give_up:
             time.sleep(0.01)
         assert isinstance(prefill.senders[0].error(2), PeerLost)
@@ -165,8 +166,8 @@ def test_an_abort_does_not_wait_for_a_stopped_peer(peers: list[PeerProcess]) -> 
         over = threading.Event()
         began = time.monotonic()
         prefill.senders[0].abort(1, over.set)
-        assert over.wait(1.0)
-        assert time.monotonic() - began < 1.0
+        assert over.wait(within(1.0))
+        assert time.monotonic() - began < within(1.0)
         assert "aborted" in done[0].error.message
     finally:
         prefill.close()

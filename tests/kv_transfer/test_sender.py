@@ -17,6 +17,7 @@ from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import PushResult, Sender
 from kv_transfer.transports import nixl
 from tests.support.kv_groups import KEY, DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined
+from tests.support.pace import within
 
 TOKENS = 50
 
@@ -154,7 +155,7 @@ def test_abort_and_finish_each_call_back_once(pair) -> None:
     over = threading.Event()
     prefill.senders[0].finish(1, calls.append)
     prefill.senders[0].abort(1, lambda: (calls.append("stopped"), over.set()))
-    assert over.wait(5.0)
+    assert over.wait(within(5.0))
     done = next(call for call in calls if isinstance(call, PushResult))
     assert done.error is not None
     assert len(calls) == 2

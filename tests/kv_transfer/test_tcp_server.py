@@ -18,6 +18,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader, Status
 from tests.support.kv_groups import KEY, geometry, poisoned_view
+from tests.support.pace import within
 
 INCARNATION, TRANSFER, PROMPT = 0xABCDEF, 77, 40
 GEOMETRY = geometry(2)
@@ -100,7 +101,7 @@ class Client:
     """A hand-made sender."""
 
     def __init__(self, receiver: Receiver, key: bytes = KEY):
-        self.sock = socket.create_connection(("127.0.0.1", receiver._server.port), timeout=5)
+        self.sock = socket.create_connection(("127.0.0.1", receiver._server.port), timeout=within(5))
         receiver.clients.append(self)
         nonce, incarnation = wire.decode_hello(self.read(wire.HELLO.size))
         own = bytes(16)
@@ -196,7 +197,7 @@ def test_a_revoke_between_check_and_copy_is_heeded() -> None:
 def test_strangers_without_the_key_are_hung_up_on(receiver: Receiver) -> None:
     rng = random.Random(1)
     for i in range(100):
-        with socket.create_connection(("127.0.0.1", receiver._server.port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", receiver._server.port), timeout=within(5)) as sock:
             sock.sendall(rng.randbytes(rng.randrange(84, 300)) if i % 2 else b"GET / HTTP/1.1\r\n" * 20)
     client = Client(receiver, key=b"another key")
     assert client.is_hung_up()
@@ -328,7 +329,7 @@ def test_a_connection_that_stalls_within_a_message_does_not_delay_a_revoke(recei
     time.sleep(0.05)
     start = time.monotonic()
     receiver.revoke(TRANSFER)
-    assert time.monotonic() - start < 0.05
+    assert time.monotonic() - start < within(0.05)
     client.sock.sendall(data[-1:])
     assert wire.decode_reply(client.session, client.read(48), 1) is Status.UNKNOWN_TRANSFER
     assert is_untouched(receiver)

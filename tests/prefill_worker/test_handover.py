@@ -12,6 +12,7 @@ from prefill_worker.call import PrefillCall
 from prefill_worker.engine import Cancel, Command, Release, StopPush
 from prefill_worker.handover import Handovers
 from prefill_worker.job import FirstToken
+from tests.support.pace import within
 
 NUM_RANKS = 2
 
@@ -232,7 +233,7 @@ async def test_transfer_that_its_decode_group_does_not_know_any_more_is_stopped(
     renewing = asyncio.create_task(bench.handovers.renew_forever())
     calls = [bench.open(1), bench.open(2)]
     bench.peers.unknown = [1]
-    _, error = await asyncio.wait_for(events_of(calls[0]), 1)
+    _, error = await asyncio.wait_for(events_of(calls[0]), within(1))
     assert error.grpc_status == "UNAVAILABLE"
     assert bench.stops() == [1]
     renewing.cancel()

@@ -18,6 +18,7 @@ from common.errors import ServingError
 from common.proto import types_pb2
 from common.rank_spec import RankSpec
 from model.build import BuildModel, build_model
+from tests.support.pace import within
 
 KEY = b"key of the test cluster, 32 byte"
 START_TIMEOUT_S = 90.0
@@ -93,7 +94,7 @@ class Group:
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Whether all processes ended by themselves in time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + within(timeout_s)
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return not any(process.is_alive() for process in self.processes)

@@ -17,6 +17,7 @@ import grpc
 from cluster.up import bring_up, take_down
 from common.config import Config, parse_config
 from common.proto import router_pb2, router_pb2_grpc
+from tests.support.pace import within
 
 VOCAB_SIZE = 1024
 
@@ -107,7 +108,7 @@ async def wait_idle(stub: router_pb2_grpc.RouterStub, timeout_s: float) -> float
         ]  # fmt: skip
         if not busy and loads.running_requests == 0:
             return time.monotonic() - started
-        assert time.monotonic() - started < timeout_s, f"not idle after {timeout_s} s: {loads}"
+        assert time.monotonic() - started < within(timeout_s), f"not idle after {timeout_s} s: {loads}"
         await asyncio.sleep(0.05)
 
 

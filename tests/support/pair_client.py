@@ -13,6 +13,7 @@ import grpc
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.requests import SamplingParams, sampling_to_proto
 from tests.support.groups import Group
+from tests.support.pace import within
 
 _counter = itertools.count()
 
@@ -145,7 +146,7 @@ class PairClient:
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Raises: AssertionError if a block is still taken or a request still there after `timeout_s`"""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = asyncio.get_running_loop().time() + within(timeout_s)
         while True:
             prefill, decode = await self.loads()
             if is_idle(prefill) and is_idle(decode):

@@ -21,6 +21,7 @@ from cluster.router.server import RouterServer, RouterServicer, ServerFacts
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
 from common.requests import ModelLimits
 from tests.support.fake_groups import FakeGroup
+from tests.support.pace import within
 
 LIMITS = ModelLimits(201088, 131072)
 CLIENT_OPTIONS = (
@@ -88,7 +89,7 @@ class Bed:
 
 async def until(condition, timeout_s: float = 5.0) -> None:
     """Waits until the condition (a plain or an async function) holds. Raises: TimeoutError"""
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(within(timeout_s)):
         while True:
             holds = condition()
             if await holds if asyncio.iscoroutine(holds) else holds:

@@ -11,6 +11,7 @@ import pytest
 from cluster.router.dispatch import DispatchSettings
 from cluster.router.queue import QueueLimits
 from tests.support.fake_groups import KV, FakeDecodeGroup, FakePrefillGroup, tokens_of
+from tests.support.pace import within
 from tests.support.router_bed import bed, request_of, until
 
 
@@ -67,7 +68,7 @@ async def test_full_queue_is_refused_at_once_with_a_time_to_come_back():
         began = time.monotonic()
         with pytest.raises(grpc.RpcError) as refused:
             await router.generate(request_of())
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < within(0.1)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         metadata = dict(refused.value.trailing_metadata())
         assert int(metadata["retry-after-ms"]) > 0
@@ -84,7 +85,7 @@ async def test_longest_wait_is_bounded():
         with pytest.raises(grpc.RpcError) as refused:
             await router.generate(request_of())
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert 0.2 < time.monotonic() - began < 1.3
+        assert 0.2 < time.monotonic() - began < within(1.3)
         for task in first:
             task.cancel()
         await asyncio.gather(*first, return_exceptions=True)
@@ -105,7 +106,7 @@ async def test_a_deadline_ends_the_request_wherever_it_is(where):
             with pytest.raises(grpc.RpcError) as late:
                 await router.generate(request_of((7,), max_tokens=100_000 if where == "decode" else 5), timeout=timeout_s)
             assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < within(1.5)
         for task in ahead:
             task.cancel()
         await asyncio.gather(*ahead, return_exceptions=True)

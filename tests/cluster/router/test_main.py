@@ -16,6 +16,7 @@ from common.config import parse_config
 from common.errors import ConfigError
 from common.proto import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup, tokens_of
+from tests.support.pace import within
 from tests.support.router_bed import Answer, request_of, until
 
 POOLS = [
@@ -118,7 +119,7 @@ async def test_sigterm_lets_running_streams_finish(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         for i, answer in enumerate(await asyncio.gather(*streams)):
             assert answer.tokens[0] == tokens_of((i,), 50)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(within(5)):
             await router
 
 

@@ -14,6 +14,7 @@ import pytest
 from frontend.http.sse import EventStream
 from frontend.settings import FrontendSettings
 from tests.frontend.support.fake_router import Script
+from tests.support.pace import within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
@@ -166,6 +167,6 @@ async def test_a_client_that_takes_nothing_is_given_up():
     running = events()
     first = await anext(running)
     stream = EventStream(first, running, {}, cleanup, lambda: gone.append(1), stalled_s=0.1)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(within(3)):
         await stream({"type": "http"}, asyncio.Event().wait, send)
     assert gone == closed == [1]

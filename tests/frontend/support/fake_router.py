@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
+from tests.support.pace import within
 
 Request = router_pb2.GenerateRequest
 
@@ -77,7 +78,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     async def until_open(self, count: int, within_s: float = 3.0) -> None:
         """Waits until exactly that many requests run; fails if it takes longer."""
-        async with asyncio.timeout(within_s), self._changed:
+        async with asyncio.timeout(within(within_s)), self._changed:
             await self._changed.wait_for(lambda: self.num_open == count)
 
     async def _count(self, change: int) -> None:
