@@ -39,8 +39,16 @@ class LayoutNode(Node):
 
 
 class ReplicasNode(Node):
-    min: int = Field(default=1, ge=0)
+    """How many groups a pool has, and the targets that decide it between the bounds."""
+
+    min: int = Field(default=1, ge=0, description="0: the pool sleeps while nobody asks, the first request wakes it")
     max: int = Field(default=1, ge=0)
+    target_queue_wait_s: float = Field(default=1.0, gt=0, description="prefill: most predicted wait for a group [s]")
+    target_utilisation: float = Field(default=0.75, gt=0, le=1, description="prefill: part of the time that groups may be busy")
+    target_itl_ms: float | None = Field(default=None, gt=0, description="decode: most time between tokens; unset = max_batch bounds")
+    target_kv_use: float = Field(default=0.85, gt=0, le=1, description="decode: part of the KV blocks that may be allotted")
+    up_delay_s: float = Field(default=0.0, ge=0, description="a need for more groups must last so long")
+    down_delay_s: float = Field(default=300.0, ge=0, description="less must have been enough, with margin, for so long")
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicasNode:
@@ -99,8 +107,9 @@ class RouterNode(Node):
 
 
 class AutoscaleNode(Node):
-    interval_s: float = Field(default=5.0, gt=0)
-    gpu_budget: int = Field(default=8, ge=1)
+    mode: Literal["on", "dry_run", "off"] = Field(default="on", description="dry_run logs what it would do; off leaves pools at min")
+    interval_s: float = Field(default=5.0, gt=0, description="between two decisions")
+    gpu_budget: int = Field(default=8, ge=1, description="most GPUs of all pools together, also while groups are replaced")
 
 
 class ClusterNode(Node):
