@@ -14,7 +14,7 @@ from cluster.correction import OutputLength
 from cluster.cost_model import Shape
 from cluster.router import report
 from cluster.router.attempt import Attempt
-from cluster.router.choice import Aim, Decision, choose
+from cluster.router.choice import Aim, Decision, choose, explain
 from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
 from cluster.router.job import Job
 from cluster.router.offers import decode_offers, prefill_offers, rank_decode
@@ -141,6 +141,8 @@ class Dispatcher:
         assert place.attempt is not None
         assert place.prefill is not None
         attempt = place.attempt
+        if job.stream.route is None:
+            job.stream.route = explain(place.decision)
         try:
             finish = await attempt.run(place.reservation)
             place.is_finished = True

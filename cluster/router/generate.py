@@ -15,7 +15,8 @@ import grpc
 
 from cluster.router.dispatch import Dispatcher
 from cluster.router.job import Job, Stamps
-from cluster.router.status import RequestAborted, abort
+from cluster.router.multiplex import CallContext
+from cluster.router.status import ROUTE_KEY, RequestAborted, abort
 from cluster.router.streams import ClientStream
 from common.errors import DeadlineError, ServingError, WorkerLost
 from common.requests import ModelLimits, Request, parse_request, sampling_to_proto
@@ -68,7 +69,7 @@ class Generator:
         self._stream_buffer_tokens = stream_buffer_tokens
         self._numbers = itertools.count(1)
 
-    async def handle(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def handle(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
         """The body of the RPC: writes serialised messages and ends the call with OK or one error."""
         error: ServingError
         try:
@@ -79,7 +80,7 @@ class Generator:
         logger.info("failed %s: %s", error.grpc_status, error)
         await abort(context, error)
 
-    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
         arrived_s = asyncio.get_running_loop().time()
         if self.is_draining:
             raise WorkerLost("this router is draining and takes no new request")
@@ -95,13 +96,17 @@ class Generator:
             jobs.cancel()
             self.running.remove(stream)
 
-    async def _send(self, stream: ClientStream, context: grpc.aio.ServicerContext, deadline_s: float) -> None:
+    async def _send(self, stream: ClientStream, context: grpc.aio.ServicerContext | CallContext, deadline_s: float) -> None:
         """Until the end of the stream. A failure of the stream also interrupts a write that the client does not read."""
         try:
             async with asyncio.timeout_at(deadline_s) as scope:
                 stream.on_failure = lambda: scope.reschedule(asyncio.get_running_loop().time())
-                while (message := await stream.take()) is not None:
+                message = await stream.take()
+                if stream.route is not None:
+                    await context.send_initial_metadata(((ROUTE_KEY, stream.route.SerializeToString()),))
+                while message is not None:
                     await context.write(message)
+                    message = await stream.take()
         except TimeoutError:
             raise stream.error or DeadlineError("the request's deadline passed") from None
 

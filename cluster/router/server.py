@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.router.choice import explain
 from cluster.router.dispatch import Dispatcher
 from cluster.router.generate import Generator
+from cluster.router.multiplex import Multiplexer
 from cluster.router.pool import Pool
 from cluster.router.pools import Pools
 from cluster.router.status import abort
@@ -158,7 +159,8 @@ class RouterServer:
         self._pools = pools
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=OPTIONS)
-        self._server.add_generic_rpc_handlers((_handlers(servicer, generator),))
+        self._multiplexer = Multiplexer(generator.handle)
+        self._server.add_generic_rpc_handlers((_handlers(servicer, generator, self._multiplexer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), self._server
@@ -188,6 +190,7 @@ class RouterServer:
                 await self._generator.running.wait_idle()
         except TimeoutError:
             self._generator.running.fail_all(WorkerLost("this router has stopped"))
+        self._multiplexer.close()
         await self._server.stop(1.0)
 
     async def _report_readiness(self) -> None:
@@ -202,9 +205,14 @@ class RouterServer:
             await asyncio.sleep(READY_CHECK_S)
 
 
-def _handlers(servicer: RouterServicer, generator: Generator) -> grpc.GenericRpcHandler:
+def _handlers(servicer: RouterServicer, generator: Generator, multiplexer: Multiplexer) -> grpc.GenericRpcHandler:
     """`Generate` takes and writes bytes as they are: broken ones are refused with the field's name, and chunks are serialised once."""
-    methods = {"Generate": grpc.unary_stream_rpc_method_handler(generator.handle)}
+    methods = {
+        "Generate": grpc.unary_stream_rpc_method_handler(generator.handle),
+        "GenerateMany": grpc.stream_stream_rpc_method_handler(
+            _ends_typed(multiplexer.serve), router_pb2.GenerateManyRequest.FromString, _serialize
+        ),
+    }
     own = {
         "Abort": servicer.abort,
         "PlanRoute": servicer.plan_route,
@@ -227,6 +235,18 @@ def _typed(method):
     async def handler(request, context: grpc.aio.ServicerContext):
         try:
             return await method(request)
+        except ServingError as exc:
+            error = exc
+        await abort(context, error)
+
+    return handler
+
+
+def _ends_typed(method):
+    async def handler(requests, context: grpc.aio.ServicerContext):
+        try:
+            await method(requests, context)
+            return
         except ServingError as exc:
             error = exc
         await abort(context, error)

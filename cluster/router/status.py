@@ -22,6 +22,7 @@ from common.errors import (
 
 RETRY_AFTER_KEY = "retry-after-ms"
 TOKENS_SENT_KEY = "tokens-sent"
+ROUTE_KEY = "tandem-route-bin"  # initial metadata of `Generate`: a serialised RouteDecision
 
 _BY_STATUS: dict[str, type[ServingError]] = {
     "RESOURCE_EXHAUSTED": CapacityError,

@@ -25,11 +25,13 @@ class _Chunk:
 
 
 class ClientStream:
-    """Messages of one `Generate` call. `limit_tokens`: tokens that may wait. `on_failure` is called once if the stream fails."""
+    """Messages of one `Generate` call. `limit_tokens`: tokens that may wait. `on_failure` is called once if the stream fails.
+    `route`: the first decision that led to a place, for whoever sends the first message."""
 
     def __init__(self, request_id: str, limit_tokens: int):
         self.error: ServingError | None = None
         self.on_failure: Callable[[], None] | None = None
+        self.route: router_pb2.RouteDecision | None = None
         self._request_id = request_id
         self._limit_tokens = limit_tokens
         self._waiting: deque[_Chunk | router_pb2.GenerateComplete] = deque()

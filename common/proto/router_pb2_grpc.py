@@ -39,6 +39,11 @@ class RouterStub(object):
                 request_serializer=common_dot_proto_dot_router__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_router__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/tandem.router.v1.Router/GenerateMany',
+                request_serializer=common_dot_proto_dot_router__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_router__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.router.v1.Router/Abort',
                 request_serializer=common_dot_proto_dot_router__pb2.AbortRequest.SerializeToString,
@@ -80,6 +85,13 @@ class RouterServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """initial metadata: tandem-route-bin, a RouteDecision
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,6 +146,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=common_dot_proto_dot_router__pb2.GenerateRequest.FromString,
                     response_serializer=common_dot_proto_dot_router__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=common_dot_proto_dot_router__pb2.GenerateManyRequest.FromString,
+                    response_serializer=common_dot_proto_dot_router__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -198,6 +215,33 @@ class Router(object):
             '/tandem.router.v1.Router/Generate',
             common_dot_proto_dot_router__pb2.GenerateRequest.SerializeToString,
             common_dot_proto_dot_router__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.router.v1.Router/GenerateMany',
+            common_dot_proto_dot_router__pb2.GenerateManyRequest.SerializeToString,
+            common_dot_proto_dot_router__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,
