@@ -13,6 +13,7 @@ from collections import deque
 
 import grpc
 
+from cluster.death_news import DeathNews
 from cluster.group import Group, GroupState
 from cluster.specs import plan_group
 from common.config import Config, PoolNode
@@ -39,6 +40,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         self._groups: dict[str, Group] = {}
         self._tasks: dict[str, asyncio.Task] = {}
         self._dead: deque[int] = deque(maxlen=KEPT_DEAD)
+        self._death_news = DeathNews(key)
         self._last_error: dict[str, str] = {}
         self._not_before: dict[str, float] = {}
         self._version = 0
@@ -83,6 +85,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
             await asyncio.wait(self._tasks.values(), timeout=20)
         for group in self._groups.values():
             group.kill()
+        await self._death_news.close()
         await self._server.stop(0.2)
 
     async def Scale(self, request, context):
@@ -129,6 +132,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         while not self._closing:
             for pool in self._pools.values():
                 await self._reconcile(pool)
+            self._death_news.tell(self._group_set().groups)
             changed = self._changed
             try:
                 await asyncio.wait_for(changed.wait(), 0.25)
@@ -155,6 +159,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         await group.run(self._config.cluster.start_timeout_s)
         if group.is_proved_dead:
             self._dead.append(group.spec.incarnation)
+            self._death_news.died(group.spec.incarnation)
         del self._groups[group.name], self._tasks[group.name]
         if group.error is not None:
             self._last_error[group.spec.pool] = group.error

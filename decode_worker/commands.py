@@ -57,6 +57,13 @@ class WriterStopped:
 
 
 @dataclass(frozen=True)
+class WritersDied:
+    """Every process of these prefill groups is known to be gone."""
+
+    incarnations: list[int]
+
+
+@dataclass(frozen=True)
 class RouterGone:
     """A router stayed away for a whole lease: nobody reads its requests' tokens."""
 
@@ -73,7 +80,7 @@ class ShutDown:
     pass
 
 
-Command = Reserve | Renew | Commit | Abandon | Abort | WriterStopped | RouterGone | Drain | ShutDown
+Command = Reserve | Renew | Commit | Abandon | Abort | WriterStopped | WritersDied | RouterGone | Drain | ShutDown
 
 
 def answer(done: Future[T], result: T) -> None:

@@ -121,6 +121,8 @@ class DecodeEngine:
                 cmd.answer(done, self._abort(internal_id, RemoteError("CANCELLED", reason or "aborted by the router")))
             case cmd.WriterStopped(transfer_id):
                 self._reservations.writer_stopped(transfer_id)
+            case cmd.WritersDied(incarnations):
+                self._reservations.writers_died(incarnations)
             case cmd.RouterGone(router_id):
                 self._router_gone(router_id)
             case cmd.Drain(drain):

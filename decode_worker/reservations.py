@@ -92,7 +92,7 @@ class Reservations:
     def reserve(self, command: Reserve, sequence: Sequence, now_s: float) -> None:
         """Allots everything and has every rank install the grant; the answer follows in `settle`.
 
-        Raises: CapacityError, LayoutMismatch, KVTransferError; then nothing was taken
+        Raises: CapacityError, LayoutMismatch, KVTransferError, PeerLost; then nothing was taken
         """
         check_join(geometry_from_proto(command.writer.kv), command.writer.layout.tp, self._geometry, self._template.layout.tp)
         transfer_id = sequence.transfer_id
@@ -148,6 +148,10 @@ class Reservations:
 
     def writer_stopped(self, transfer_id: int) -> None:
         self._carry_out(self._ledger.confirm_stopped(transfer_id))
+
+    def writers_died(self, incarnations: list[int]) -> None:
+        for incarnation in incarnations:
+            self._carry_out(self._ledger.writer_died(incarnation))
 
     def tick(self, now_s: float) -> None:
         """Gives up reservations whose lease is over, repeats fences, looks for writers that died. A few times per second."""

@@ -94,6 +94,11 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
         self._commands.put(cmd.Abandon(request.transfer_id))
         return worker_pb2.AbandonReply()
 
+    async def WritersDied(self, request, context):
+        await self._check_signed(context, request)
+        self._commands.put(cmd.WritersDied(list(request.incarnations)))
+        return worker_pb2.WritersDiedReply()
+
     async def Abort(self, request, context):
         return worker_pb2.AbortReply(found=await self._answer(context, cmd.Abort(request.internal_id, request.reason)))
 

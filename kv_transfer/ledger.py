@@ -32,6 +32,7 @@ from common.errors import KVTransferError, PeerLost, ServingError, TransferTimeo
 from common.proto import types_pb2, worker_pb2
 
 _COMMITTED_REMEMBERED = 4096  # for a commit that is sent again because its answer was lost
+_DEAD_REMEMBERED = 1024  # a router may name one of them as a writer until it has the news itself
 
 
 class TransferState(Enum):
@@ -94,6 +95,7 @@ class TransferLedger:
         self._open: dict[int, _Transfer] = {}
         self._by_request: dict[str, int] = {}
         self._committed: OrderedDict[int, None] = OrderedDict()
+        self._dead: OrderedDict[int, None] = OrderedDict()  # incarnations of writers
 
     @property
     def num_open(self) -> int:
@@ -108,7 +110,9 @@ class TransferLedger:
         return transfer.state if transfer else TransferState.FREE
 
     def reserve(self, transfer_id: int, internal_id: str, writer: types_pb2.GroupDescription, lease_s: float, now: float) -> None:
-        """Raises: KVTransferError if either id is in use; then nothing has changed"""
+        """Raises: KVTransferError if either id is in use, PeerLost if the writer is known dead; then nothing has changed"""
+        if writer.incarnation in self._dead:
+            raise PeerLost(f"prefill group {writer.group} is dead", request_id=internal_id)
         if transfer_id in self._open or transfer_id in self._committed:
             raise KVTransferError(f"transfer {transfer_id:x} exists already")
         if internal_id in self._by_request:
@@ -200,7 +204,10 @@ class TransferLedger:
         return self._release(transfer_id) if transfer and transfer.state is TransferState.FENCING else []
 
     def writer_died(self, incarnation: int) -> list[Action]:
-        """Every process of that prefill group is known to be gone."""
+        """Every process of that prefill group is known to be gone: nothing it was granted is held for it, nothing is granted any more."""
+        self._dead[incarnation] = None
+        if len(self._dead) > _DEAD_REMEMBERED:
+            self._dead.popitem(last=False)
         actions: list[Action] = []
         for transfer_id, transfer in list(self._open.items()):
             if transfer.writer.incarnation != incarnation or transfer.state is TransferState.VERIFYING:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.proto import types_pb2 as common_dot_proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ommon/proto/worker.proto\x12\x10tandem.worker.v1\x1a\x18\x63ommon/proto/types.proto\"\xa3\x01\n\x04Work\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x16\n\nprompt_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x16\n\noutput_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .tandem.common.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\"^\n\tBlockList\x12\x0f\n\x07sliding\x18\x01 \x01(\x08\x12\x15\n\rfirst_logical\x18\x02 \x01(\r\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x04 \x03(\rB\x02\x10\x01\"-\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\x0c\"L\n\rRankEndpoints\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12-\n\tendpoints\x18\x02 \x03(\x0b\x32\x1a.tandem.worker.v1.Endpoint\"\xb4\x02\n\x0bReservation\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x04 \x01(\t\x12(\n\x06layout\x18\x05 \x01(\x0b\x32\x18.tandem.common.v1.Layout\x12(\n\x02kv\x18\x06 \x01(\x0b\x32\x1c.tandem.common.v1.KVGeometry\x12+\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1b.tandem.worker.v1.BlockList\x12.\n\x05ranks\x18\x08 \x03(\x0b\x32\x1f.tandem.worker.v1.RankEndpoints\x12\x10\n\x08lease_ms\x18\t \x01(\r\x12\x0b\n\x03mac\x18\n \x01(\x0c\"}\n\x0eReserveRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.tandem.worker.v1.Work\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x32\n\x06writer\x18\x03 \x01(\x0b\x32\".tandem.common.v1.GroupDescription\"=\n\x0cRenewRequest\x12\x18\n\x0ctransfer_ids\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"%\n\nRenewReply\x12\x17\n\x0bunknown_ids\x18\x01 \x03(\x06\x42\x02\x10\x01\"\xcd\x01\n\rCommitRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x37\n\x0e\x66irst_logprobs\x18\x04 \x01(\x0b\x32\x1f.tandem.common.v1.TokenLogprobs\x12\x1a\n\x0e\x62ytes_per_rank\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x1b\n\x0f\x64igest_per_rank\x18\x06 \x03(\x06\x42\x02\x10\x01\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\r\n\x0b\x43ommitReply\"W\n\x0e\x41\x62\x61ndonRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"\x0e\n\x0c\x41\x62\x61ndonReply\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"%\n\x10SubscribeRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xdb\x01\n\x0eSequenceOutput\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.tandem.common.v1.TokenLogprobs\x12(\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x18.tandem.common.v1.Finish\x12\x14\n\x0c\x65rror_status\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\"w\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x31\n\x07outputs\x18\x02 \x03(\x0b\x32 .tandem.worker.v1.SequenceOutput\x12)\n\x04load\x18\x03 \x01(\x0b\x32\x1b.tandem.common.v1.GroupLoad\"g\n\x0bPrefillTask\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.tandem.worker.v1.Work\x12\x32\n\x0breservation\x18\x02 \x01(\x0b\x32\x1d.tandem.worker.v1.Reservation\"\xe7\x02\n\x0cPrefillEvent\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tandem.worker.v1.PrefillEvent.StartedH\x00\x12@\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32).tandem.worker.v1.PrefillEvent.FirstTokenH\x00\x12@\n\x0bhanded_over\x18\x03 \x01(\x0b\x32).tandem.worker.v1.PrefillEvent.HandedOverH\x00\x1a\t\n\x07Started\x1aR\n\nFirstToken\x12\x30\n\x06output\x18\x01 \x01(\x0b\x32 .tandem.worker.v1.SequenceOutput\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x1a\x30\n\nHandedOver\x12\x13\n\x0btransfer_ms\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x42\x07\n\x05\x65vent\"E\n\x0c\x46\x65nceRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0b\n\x03mac\x18\x03 \x01(\x0c\"\x1d\n\nFenceReply\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\"\x8d\x01\n\nPushReport\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x14\n\x0c\x65rror_status\x18\x04 \x01(\t\x12\x1a\n\x0e\x62ytes_per_rank\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x1b\n\x0f\x64igest_per_rank\x18\x06 \x03(\x06\x42\x02\x10\x01\"\x11\n\x0fPushReportReply\"\x11\n\x0f\x44\x65scribeRequest\"\r\n\x0bLoadRequest\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x0c\n\nDrainReply2\xd1\x03\n\x0cPrefillGroup\x12Q\n\x08\x44\x65scribe\x12!.tandem.worker.v1.DescribeRequest\x1a\".tandem.common.v1.GroupDescription\x12\x45\n\x07GetLoad\x12\x1d.tandem.worker.v1.LoadRequest\x1a\x1b.tandem.common.v1.GroupLoad\x12\x45\n\x05\x44rain\x12\x1e.tandem.worker.v1.DrainRequest\x1a\x1c.tandem.worker.v1.DrainReply\x12J\n\x07Prefill\x12\x1d.tandem.worker.v1.PrefillTask\x1a\x1e.tandem.worker.v1.PrefillEvent0\x01\x12\x45\n\x05\x46\x65nce\x12\x1e.tandem.worker.v1.FenceRequest\x1a\x1c.tandem.worker.v1.FenceReply\x12M\n\nReportPush\x12\x1c.tandem.worker.v1.PushReport\x1a!.tandem.worker.v1.PushReportReply2\xaf\x05\n\x0b\x44\x65\x63odeGroup\x12Q\n\x08\x44\x65scribe\x12!.tandem.worker.v1.DescribeRequest\x1a\".tandem.common.v1.GroupDescription\x12\x45\n\x07GetLoad\x12\x1d.tandem.worker.v1.LoadRequest\x1a\x1b.tandem.common.v1.GroupLoad\x12\x45\n\x05\x44rain\x12\x1e.tandem.worker.v1.DrainRequest\x1a\x1c.tandem.worker.v1.DrainReply\x12J\n\x07Reserve\x12 .tandem.worker.v1.ReserveRequest\x1a\x1d.tandem.worker.v1.Reservation\x12\x45\n\x05Renew\x12\x1e.tandem.worker.v1.RenewRequest\x1a\x1c.tandem.worker.v1.RenewReply\x12H\n\x06\x43ommit\x12\x1f.tandem.worker.v1.CommitRequest\x1a\x1d.tandem.worker.v1.CommitReply\x12K\n\x07\x41\x62\x61ndon\x12 .tandem.worker.v1.AbandonRequest\x1a\x1e.tandem.worker.v1.AbandonReply\x12\x45\n\x05\x41\x62ort\x12\x1e.tandem.worker.v1.AbortRequest\x1a\x1c.tandem.worker.v1.AbortReply\x12N\n\tSubscribe\x12\".tandem.worker.v1.SubscribeRequest\x1a\x1b.tandem.worker.v1.StepFrame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ommon/proto/worker.proto\x12\x10tandem.worker.v1\x1a\x18\x63ommon/proto/types.proto\"\xa3\x01\n\x04Work\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x16\n\nprompt_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x16\n\noutput_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .tandem.common.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\"^\n\tBlockList\x12\x0f\n\x07sliding\x18\x01 \x01(\x08\x12\x15\n\rfirst_logical\x18\x02 \x01(\r\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x04 \x03(\rB\x02\x10\x01\"-\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\x0c\"L\n\rRankEndpoints\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12-\n\tendpoints\x18\x02 \x03(\x0b\x32\x1a.tandem.worker.v1.Endpoint\"\xb4\x02\n\x0bReservation\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x06\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x04 \x01(\t\x12(\n\x06layout\x18\x05 \x01(\x0b\x32\x18.tandem.common.v1.Layout\x12(\n\x02kv\x18\x06 \x01(\x0b\x32\x1c.tandem.common.v1.KVGeometry\x12+\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1b.tandem.worker.v1.BlockList\x12.\n\x05ranks\x18\x08 \x03(\x0b\x32\x1f.tandem.worker.v1.RankEndpoints\x12\x10\n\x08lease_ms\x18\t \x01(\r\x12\x0b\n\x03mac\x18\n \x01(\x0c\"}\n\x0eReserveRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.tandem.worker.v1.Work\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x32\n\x06writer\x18\x03 \x01(\x0b\x32\".tandem.common.v1.GroupDescription\"=\n\x0cRenewRequest\x12\x18\n\x0ctransfer_ids\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"%\n\nRenewReply\x12\x17\n\x0bunknown_ids\x18\x01 \x03(\x06\x42\x02\x10\x01\"\xcd\x01\n\rCommitRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x37\n\x0e\x66irst_logprobs\x18\x04 \x01(\x0b\x32\x1f.tandem.common.v1.TokenLogprobs\x12\x1a\n\x0e\x62ytes_per_rank\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x1b\n\x0f\x64igest_per_rank\x18\x06 \x03(\x06\x42\x02\x10\x01\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\r\n\x0b\x43ommitReply\"W\n\x0e\x41\x62\x61ndonRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0b\n\x03mac\x18\x04 \x01(\x0c\"\x0e\n\x0c\x41\x62\x61ndonReply\";\n\x12WritersDiedRequest\x12\x18\n\x0cincarnations\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x0b\n\x03mac\x18\x02 \x01(\x0c\"\x12\n\x10WritersDiedReply\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"%\n\x10SubscribeRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xdb\x01\n\x0eSequenceOutput\x12\x13\n\x0binternal_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.tandem.common.v1.TokenLogprobs\x12(\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x18.tandem.common.v1.Finish\x12\x14\n\x0c\x65rror_status\x18\x06 \x01(\t\x12\x15\n\rerror_message\x18\x07 \x01(\t\"w\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x31\n\x07outputs\x18\x02 \x03(\x0b\x32 .tandem.worker.v1.SequenceOutput\x12)\n\x04load\x18\x03 \x01(\x0b\x32\x1b.tandem.common.v1.GroupLoad\"g\n\x0bPrefillTask\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.tandem.worker.v1.Work\x12\x32\n\x0breservation\x18\x02 \x01(\x0b\x32\x1d.tandem.worker.v1.Reservation\"\xe7\x02\n\x0cPrefillEvent\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tandem.worker.v1.PrefillEvent.StartedH\x00\x12@\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32).tandem.worker.v1.PrefillEvent.FirstTokenH\x00\x12@\n\x0bhanded_over\x18\x03 \x01(\x0b\x32).tandem.worker.v1.PrefillEvent.HandedOverH\x00\x1a\t\n\x07Started\x1aR\n\nFirstToken\x12\x30\n\x06output\x18\x01 \x01(\x0b\x32 .tandem.worker.v1.SequenceOutput\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x1a\x30\n\nHandedOver\x12\x13\n\x0btransfer_ms\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x42\x07\n\x05\x65vent\"E\n\x0c\x46\x65nceRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0b\n\x03mac\x18\x03 \x01(\x0c\"\x1d\n\nFenceReply\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\"\x8d\x01\n\nPushReport\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x06\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x14\n\x0c\x65rror_status\x18\x04 \x01(\t\x12\x1a\n\x0e\x62ytes_per_rank\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x1b\n\x0f\x64igest_per_rank\x18\x06 \x03(\x06\x42\x02\x10\x01\"\x11\n\x0fPushReportReply\"\x11\n\x0f\x44\x65scribeRequest\"\r\n\x0bLoadRequest\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x0c\n\nDrainReply2\xd1\x03\n\x0cPrefillGroup\x12Q\n\x08\x44\x65scribe\x12!.tandem.worker.v1.DescribeRequest\x1a\".tandem.common.v1.GroupDescription\x12\x45\n\x07GetLoad\x12\x1d.tandem.worker.v1.LoadRequest\x1a\x1b.tandem.common.v1.GroupLoad\x12\x45\n\x05\x44rain\x12\x1e.tandem.worker.v1.DrainRequest\x1a\x1c.tandem.worker.v1.DrainReply\x12J\n\x07Prefill\x12\x1d.tandem.worker.v1.PrefillTask\x1a\x1e.tandem.worker.v1.PrefillEvent0\x01\x12\x45\n\x05\x46\x65nce\x12\x1e.tandem.worker.v1.FenceRequest\x1a\x1c.tandem.worker.v1.FenceReply\x12M\n\nReportPush\x12\x1c.tandem.worker.v1.PushReport\x1a!.tandem.worker.v1.PushReportReply2\x88\x06\n\x0b\x44\x65\x63odeGroup\x12Q\n\x08\x44\x65scribe\x12!.tandem.worker.v1.DescribeRequest\x1a\".tandem.common.v1.GroupDescription\x12\x45\n\x07GetLoad\x12\x1d.tandem.worker.v1.LoadRequest\x1a\x1b.tandem.common.v1.GroupLoad\x12\x45\n\x05\x44rain\x12\x1e.tandem.worker.v1.DrainRequest\x1a\x1c.tandem.worker.v1.DrainReply\x12J\n\x07Reserve\x12 .tandem.worker.v1.ReserveRequest\x1a\x1d.tandem.worker.v1.Reservation\x12\x45\n\x05Renew\x12\x1e.tandem.worker.v1.RenewRequest\x1a\x1c.tandem.worker.v1.RenewReply\x12H\n\x06\x43ommit\x12\x1f.tandem.worker.v1.CommitRequest\x1a\x1d.tandem.worker.v1.CommitReply\x12K\n\x07\x41\x62\x61ndon\x12 .tandem.worker.v1.AbandonRequest\x1a\x1e.tandem.worker.v1.AbandonReply\x12W\n\x0bWritersDied\x12$.tandem.worker.v1.WritersDiedRequest\x1a\".tandem.worker.v1.WritersDiedReply\x12\x45\n\x05\x41\x62ort\x12\x1e.tandem.worker.v1.AbortRequest\x1a\x1c.tandem.worker.v1.AbortReply\x12N\n\tSubscribe\x12\".tandem.worker.v1.SubscribeRequest\x1a\x1b.tandem.worker.v1.StepFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,6 +48,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITREQUEST'].fields_by_name['bytes_per_rank']._serialized_options = b'\020\001'
   _globals['_COMMITREQUEST'].fields_by_name['digest_per_rank']._loaded_options = None
   _globals['_COMMITREQUEST'].fields_by_name['digest_per_rank']._serialized_options = b'\020\001'
+  _globals['_WRITERSDIEDREQUEST'].fields_by_name['incarnations']._loaded_options = None
+  _globals['_WRITERSDIEDREQUEST'].fields_by_name['incarnations']._serialized_options = b'\020\001'
   _globals['_SEQUENCEOUTPUT'].fields_by_name['token_ids']._loaded_options = None
   _globals['_SEQUENCEOUTPUT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_PUSHREPORT'].fields_by_name['bytes_per_rank']._loaded_options = None
@@ -78,44 +80,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABANDONREQUEST']._serialized_end=1310
   _globals['_ABANDONREPLY']._serialized_start=1312
   _globals['_ABANDONREPLY']._serialized_end=1326
-  _globals['_ABORTREQUEST']._serialized_start=1328
-  _globals['_ABORTREQUEST']._serialized_end=1379
-  _globals['_ABORTREPLY']._serialized_start=1381
-  _globals['_ABORTREPLY']._serialized_end=1408
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=1410
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=1447
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1450
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1669
-  _globals['_STEPFRAME']._serialized_start=1671
-  _globals['_STEPFRAME']._serialized_end=1790
-  _globals['_PREFILLTASK']._serialized_start=1792
-  _globals['_PREFILLTASK']._serialized_end=1895
-  _globals['_PREFILLEVENT']._serialized_start=1898
-  _globals['_PREFILLEVENT']._serialized_end=2257
-  _globals['_PREFILLEVENT_STARTED']._serialized_start=2105
-  _globals['_PREFILLEVENT_STARTED']._serialized_end=2114
-  _globals['_PREFILLEVENT_FIRSTTOKEN']._serialized_start=2116
-  _globals['_PREFILLEVENT_FIRSTTOKEN']._serialized_end=2198
-  _globals['_PREFILLEVENT_HANDEDOVER']._serialized_start=2200
-  _globals['_PREFILLEVENT_HANDEDOVER']._serialized_end=2248
-  _globals['_FENCEREQUEST']._serialized_start=2259
-  _globals['_FENCEREQUEST']._serialized_end=2328
-  _globals['_FENCEREPLY']._serialized_start=2330
-  _globals['_FENCEREPLY']._serialized_end=2359
-  _globals['_PUSHREPORT']._serialized_start=2362
-  _globals['_PUSHREPORT']._serialized_end=2503
-  _globals['_PUSHREPORTREPLY']._serialized_start=2505
-  _globals['_PUSHREPORTREPLY']._serialized_end=2522
-  _globals['_DESCRIBEREQUEST']._serialized_start=2524
-  _globals['_DESCRIBEREQUEST']._serialized_end=2541
-  _globals['_LOADREQUEST']._serialized_start=2543
-  _globals['_LOADREQUEST']._serialized_end=2556
-  _globals['_DRAINREQUEST']._serialized_start=2558
-  _globals['_DRAINREQUEST']._serialized_end=2587
-  _globals['_DRAINREPLY']._serialized_start=2589
-  _globals['_DRAINREPLY']._serialized_end=2601
-  _globals['_PREFILLGROUP']._serialized_start=2604
-  _globals['_PREFILLGROUP']._serialized_end=3069
-  _globals['_DECODEGROUP']._serialized_start=3072
-  _globals['_DECODEGROUP']._serialized_end=3759
+  _globals['_WRITERSDIEDREQUEST']._serialized_start=1328
+  _globals['_WRITERSDIEDREQUEST']._serialized_end=1387
+  _globals['_WRITERSDIEDREPLY']._serialized_start=1389
+  _globals['_WRITERSDIEDREPLY']._serialized_end=1407
+  _globals['_ABORTREQUEST']._serialized_start=1409
+  _globals['_ABORTREQUEST']._serialized_end=1460
+  _globals['_ABORTREPLY']._serialized_start=1462
+  _globals['_ABORTREPLY']._serialized_end=1489
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=1491
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1528
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1531
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1750
+  _globals['_STEPFRAME']._serialized_start=1752
+  _globals['_STEPFRAME']._serialized_end=1871
+  _globals['_PREFILLTASK']._serialized_start=1873
+  _globals['_PREFILLTASK']._serialized_end=1976
+  _globals['_PREFILLEVENT']._serialized_start=1979
+  _globals['_PREFILLEVENT']._serialized_end=2338
+  _globals['_PREFILLEVENT_STARTED']._serialized_start=2186
+  _globals['_PREFILLEVENT_STARTED']._serialized_end=2195
+  _globals['_PREFILLEVENT_FIRSTTOKEN']._serialized_start=2197
+  _globals['_PREFILLEVENT_FIRSTTOKEN']._serialized_end=2279
+  _globals['_PREFILLEVENT_HANDEDOVER']._serialized_start=2281
+  _globals['_PREFILLEVENT_HANDEDOVER']._serialized_end=2329
+  _globals['_FENCEREQUEST']._serialized_start=2340
+  _globals['_FENCEREQUEST']._serialized_end=2409
+  _globals['_FENCEREPLY']._serialized_start=2411
+  _globals['_FENCEREPLY']._serialized_end=2440
+  _globals['_PUSHREPORT']._serialized_start=2443
+  _globals['_PUSHREPORT']._serialized_end=2584
+  _globals['_PUSHREPORTREPLY']._serialized_start=2586
+  _globals['_PUSHREPORTREPLY']._serialized_end=2603
+  _globals['_DESCRIBEREQUEST']._serialized_start=2605
+  _globals['_DESCRIBEREQUEST']._serialized_end=2622
+  _globals['_LOADREQUEST']._serialized_start=2624
+  _globals['_LOADREQUEST']._serialized_end=2637
+  _globals['_DRAINREQUEST']._serialized_start=2639
+  _globals['_DRAINREQUEST']._serialized_end=2668
+  _globals['_DRAINREPLY']._serialized_start=2670
+  _globals['_DRAINREPLY']._serialized_end=2682
+  _globals['_PREFILLGROUP']._serialized_start=2685
+  _globals['_PREFILLGROUP']._serialized_end=3150
+  _globals['_DECODEGROUP']._serialized_start=3153
+  _globals['_DECODEGROUP']._serialized_end=3929
 # @@protoc_insertion_point(module_scope)

@@ -137,6 +137,18 @@ class AbandonReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WritersDiedRequest(_message.Message):
+    __slots__ = ("incarnations", "mac")
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    incarnations: _containers.RepeatedScalarFieldContainer[int]
+    mac: bytes
+    def __init__(self, incarnations: _Optional[_Iterable[int]] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class WritersDiedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("internal_id", "reason")
     INTERNAL_ID_FIELD_NUMBER: _ClassVar[int]

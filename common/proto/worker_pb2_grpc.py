@@ -357,6 +357,11 @@ class DecodeGroupStub(object):
                 request_serializer=common_dot_proto_dot_worker__pb2.AbandonRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_worker__pb2.AbandonReply.FromString,
                 _registered_method=True)
+        self.WritersDied = channel.unary_unary(
+                '/tandem.worker.v1.DecodeGroup/WritersDied',
+                request_serializer=common_dot_proto_dot_worker__pb2.WritersDiedRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_worker__pb2.WritersDiedReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.worker.v1.DecodeGroup/Abort',
                 request_serializer=common_dot_proto_dot_worker__pb2.AbortRequest.SerializeToString,
@@ -414,6 +419,12 @@ class DecodeGroupServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WritersDied(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -463,6 +474,11 @@ def add_DecodeGroupServicer_to_server(servicer, server):
                     servicer.Abandon,
                     request_deserializer=common_dot_proto_dot_worker__pb2.AbandonRequest.FromString,
                     response_serializer=common_dot_proto_dot_worker__pb2.AbandonReply.SerializeToString,
+            ),
+            'WritersDied': grpc.unary_unary_rpc_method_handler(
+                    servicer.WritersDied,
+                    request_deserializer=common_dot_proto_dot_worker__pb2.WritersDiedRequest.FromString,
+                    response_serializer=common_dot_proto_dot_worker__pb2.WritersDiedReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -664,6 +680,33 @@ class DecodeGroup(object):
             '/tandem.worker.v1.DecodeGroup/Abandon',
             common_dot_proto_dot_worker__pb2.AbandonRequest.SerializeToString,
             common_dot_proto_dot_worker__pb2.AbandonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WritersDied(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.worker.v1.DecodeGroup/WritersDied',
+            common_dot_proto_dot_worker__pb2.WritersDiedRequest.SerializeToString,
+            common_dot_proto_dot_worker__pb2.WritersDiedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,35 @@ async def test_killed_prefill_group_costs_its_own_requests_only():
             assert (await second.generate(prompt_of(99), GREEDY)).tokens == expected_tokens(prompt_of(99), 20)
 
 
+async def test_blocks_held_for_a_dead_writer_of_another_host_are_free_once_the_news_of_its_death_comes():
+    """Its processes can't be looked at from here, and silence is no proof: only signed news frees the blocks."""
+    with running(prefill_spec(), decode_spec(), build=SLOW) as (victim, decode):
+        async with PairClient(victim, decode) as client:
+            for process in victim.description.ranks:
+                process.host = "another host"
+            doomed = asyncio.create_task(client.generate(prompt_of(300), GREEDY))
+
+            async def started() -> bool:
+                return any(answer.events for answer in client.answers.values())
+
+            await wait_until(started, within(5.0), "the prefill")
+            victim.kill()
+            assert (await doomed).error == "UNAVAILABLE"
+            await client.decode.Abort(worker_pb2.AbortRequest(internal_id=next(iter(client.answers))))
+            await asyncio.sleep(LEASE_S + 1.0)
+            assert not await decode_idle(client)()
+            news = worker_pb2.WritersDiedRequest(incarnations=[7, victim.description.incarnation])
+            sign(news, b"another key")
+            assert await refusal(client.decode.WritersDied(news)) is grpc.StatusCode.PERMISSION_DENIED
+            assert not await decode_idle(client)()
+            sign(news, KEY)
+            await client.decode.WritersDied(news)
+            await wait_until(decode_idle(client), 1.0, "freeing the blocks of the dead writer")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.reserve(client.work(prompt_of(9), GREEDY))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize("victim_rank", [0, 1])
 async def test_killed_decode_rank_ends_its_group_and_the_prefill_group_goes_on(victim_rank):
     with running(prefill_spec(), decode_spec(tp=2, ep=2), decode_spec(), build=SLOW) as (prefill, victim, other):

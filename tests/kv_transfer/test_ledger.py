@@ -72,6 +72,17 @@ def test_an_abort_holds_the_blocks_until_the_writer_has_confirmed(ledger: Transf
     assert ledger.confirm_stopped(7) == []
 
 
+def test_nothing_is_granted_to_a_writer_that_is_known_dead(ledger: TransferLedger) -> None:
+    ledger.reserve(8, "b", writer(2), LEASE_S, now=0.0)
+    ledger.abort("a", 1.0)
+    assert ledger.writer_died(1) == [ReleaseBlocks(7)]
+    assert ledger.writer_died(1) == []
+    with pytest.raises(PeerLost, match="p1 is dead"):
+        ledger.reserve(9, "c", writer(1), LEASE_S, now=2.0)
+    ledger.reserve(9, "c", writer(2), LEASE_S, now=2.0)
+    assert [type(action) for action in ledger.writer_died(2)] == [FailRequest, ReleaseBlocks, FailRequest, ReleaseBlocks]
+
+
 def test_a_lease_that_runs_out_fails_the_request_and_fences(ledger: TransferLedger) -> None:
     assert ledger.renew([7], 9.0) == []
     assert ledger.expire(18.9) == []
