@@ -42,8 +42,7 @@ class DeathNews:
         self._heard = {incarnation: count for incarnation, count in self._heard.items() if incarnation in running}
         for incarnation, group in running.items():
             if self._heard.get(incarnation, 0) < self._count and incarnation not in self._calls:
-                task = self._calls[incarnation] = asyncio.get_running_loop().create_task(self._tell(group))
-                task.add_done_callback(lambda _, key=incarnation: self._calls.pop(key))
+                self._calls[incarnation] = asyncio.get_running_loop().create_task(self._tell(group))
 
     async def close(self) -> None:
         for task in list(self._calls.values()):
@@ -58,7 +57,8 @@ class DeathNews:
         try:
             async with grpc.aio.insecure_channel(group.address) as channel:
                 await worker_pb2_grpc.DecodeGroupStub(channel).WritersDied(request, timeout=CALL_TIMEOUT_S)
+            self._heard[group.incarnation] = count
         except grpc.aio.AioRpcError as exc:
             logger.info("decode group %s has not heard of %d deaths yet: %s", group.group, missing, exc.code().name)
-            return
-        self._heard[group.incarnation] = count
+        finally:
+            del self._calls[group.incarnation]

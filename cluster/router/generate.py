@@ -113,8 +113,9 @@ class Generator:
     async def _run_jobs(self, jobs: list[Job], stream: ClientStream) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for job in jobs:
-                    group.create_task(self._dispatcher.run(job))
+                tasks = [group.create_task(self._dispatcher.run(job)) for job in jobs]
+            if any(task.cancelled() for task in tasks):  # a group of tasks takes that for an end like any other
+                raise WorkerLost("the request was dropped with a connection of its group")
             stream.close()
         except* ServingError as failures:
             stream.fail(_first(failures))

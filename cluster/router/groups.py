@@ -30,6 +30,12 @@ REST_S = (0.5, 16.0)
 CREDITS = 2  # requests a prefill group is given: one running, one ahead to hide the way there
 
 
+def is_being_cancelled() -> bool:
+    """Whether somebody wants the current task to end; false if only what it waits for was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Sink(Protocol):
     """One attempt, as a link sees it."""
 
@@ -136,6 +142,10 @@ class GroupLink:
             error = from_rpc_error(exc, f"group {self.name}")
             self.note_failure(error)
             raise error from exc
+        except asyncio.CancelledError:
+            if self.lost is None or is_being_cancelled():
+                raise
+            raise self.lost from None  # the link was closed, and its channel cancels what is under way
 
     def _set_answers(self, answers: bool) -> None:
         if answers != self._answers:

@@ -308,6 +308,27 @@ async def test_a_dead_incarnation_fails_its_requests_at_once_and_an_empty_set_fa
         await ends_with(request, grpc.StatusCode.UNAVAILABLE, 1.0)
 
 
+async def test_a_decode_group_that_is_replaced_while_it_is_asked_for_room_costs_no_request():
+    """Its connection is closed under the question: that must end neither the request nor, without a word, its stream."""
+    prefill = await FakePrefillGroup().start()
+    first, second = await FakeDecodeGroup(group="a").start(), await FakeDecodeGroup(group="b").start()
+    first.on_reserve = second.on_reserve = hang()
+    directory = ScriptedDirectory()
+    async with bed(prefill, first, second, directory=directory) as router:
+        directory.sets.put_nowait(control_pb2.GroupSet(version=1, groups=[g.description for g in (prefill, first, second)]))
+        await router.until_ready(3)
+        request = asyncio.create_task(router.generate(request_of((3,), max_tokens=9)))
+        await until(lambda: first.calls or second.calls)
+        asked, other = (first, second) if first.calls else (second, first)
+        other.on_reserve = None
+        dead = [asked.description.incarnation]
+        listed = [prefill.description, other.description]
+        directory.sets.put_nowait(control_pb2.GroupSet(version=2, groups=listed, dead_incarnations=dead))
+        answer = await request
+        assert answer.tokens[0] == tokens_of((3,), 9)
+        assert list(answer.completes) == [0]
+
+
 async def test_static_directory_finds_a_group_that_starts_late():
     prefill, decode = await FakePrefillGroup().start(), await FakeDecodeGroup().start()
     address = decode.address
