@@ -103,10 +103,7 @@ class Group:
         rendezvous = await self._actors[0].reserve_rendezvous.remote()
         host = rendezvous.rpartition(":")[0]
         identities = await asyncio.gather(*(actor.process.remote() for actor in self._actors))
-        starts = [
-            actor.start.remote(for_rank(spec, rank, rendezvous, host if spec.device == "cuda" else spec.listen_host))
-            for rank, actor in enumerate(self._actors)
-        ]
+        starts = [actor.start.remote(for_rank(spec, rank, rendezvous, host)) for rank, actor in enumerate(self._actors)]
         answers = await asyncio.gather(*starts)
         description = types_pb2.GroupDescription.FromString(answers[0])
         del description.ranks[:]

@@ -40,7 +40,6 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> Ra
         device=device,
         compute_dtype=config.cluster.compute_dtype,
         weights=pool.weights,
-        listen_host="127.0.0.1",
         vocab=str(config.model.vocab) if config.model.vocab else None,
     )
 

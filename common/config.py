@@ -104,6 +104,7 @@ class RouterNode(Node):
     default_deadline_s: float = Field(default=600.0, gt=0, description="for requests whose client set none")
     stream_buffer_tokens: int = Field(default=4096, ge=64, description="tokens a slow client may lag behind before its request fails")
     max_retries: int = Field(default=1, ge=0, description="fresh attempts after a group died, per request")
+    drain_s: float = Field(default=120.0, ge=0, description="after SIGTERM running requests have so long to finish; then a typed error")
 
 
 class AutoscaleNode(Node):

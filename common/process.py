@@ -14,8 +14,13 @@ from common.proto import types_pb2
 
 @cache
 def host_id() -> str:
-    """The kernel's boot id: equal for all processes (containers too) of one running host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Equal for processes that see each other's pids: the kernel's boot id and the pid namespace.
+
+    Two containers of one machine are two hosts here: a pid of the one means nothing in the other, so neither may call the other's
+    process dead.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def identity(pid: int | None = None) -> types_pb2.ProcessIdentity:

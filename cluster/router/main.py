@@ -56,7 +56,7 @@ class Router:
 async def serve(config: Config, controller_address: str, ready: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains. `ready` gets host:port as soon as it listens; health says when it can serve."""
     router = build_router(config)
-    await run_until_stopped(router, ControllerDirectory(controller_address), config.router.listen, ready)
+    await run_until_stopped(router, ControllerDirectory(controller_address), config.router.listen, ready, config.router.drain_s)
 
 
 async def run_until_stopped(

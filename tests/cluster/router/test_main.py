@@ -123,6 +123,44 @@ async def test_sigterm_lets_running_streams_finish(tmp_path):
             await router
 
 
+async def test_a_drain_cuts_no_stream_at_the_end_of_its_grace(tmp_path):
+    """32 streams run at SIGTERM: short ones finish, long ones end with a typed error after `router.drain_s`, none with a cut socket."""
+    decode = FakeDecodeGroup(step_ms=10, capacity_tokens=1 << 20)
+    async with running(config_of(tmp_path, drain_s=within(1.0)), FakePrefillGroup(), decode) as (_, stub, router):
+
+        async def both() -> bool:
+            return await healthy_groups(stub) == 2
+
+        await until(both)
+        lengths = [60 if i % 2 else 20_000 for i in range(32)]
+        decode.paused = True
+        streams = [asyncio.create_task(generate(stub, request_of((i,), max_tokens=n))) for i, n in enumerate(lengths)]
+
+        async def all_accepted() -> bool:
+            return (await stub.GetLoads(router_pb2.GetLoadsRequest())).running_requests == 32
+
+        await until(all_accepted)
+        decode.paused = False
+        os.kill(os.getpid(), signal.SIGTERM)
+
+        async def refused() -> bool:
+            try:
+                await generate(stub, request_of((99,), max_tokens=1))
+            except grpc.RpcError as error:
+                return error.code() is grpc.StatusCode.UNAVAILABLE
+            return False
+
+        await until(refused)
+        for i, answer in enumerate(await asyncio.gather(*streams, return_exceptions=True)):
+            if lengths[i] == 60:
+                assert answer.tokens[0] == tokens_of((i,), 60)
+            else:
+                assert answer.code() is grpc.StatusCode.UNAVAILABLE
+                assert "this router has stopped" in answer.details()
+        async with asyncio.timeout(within(5)):
+            await router
+
+
 async def test_context_is_what_the_decode_groups_can_hold(tmp_path):
     async with running(config_of(tmp_path), FakePrefillGroup(), FakeDecodeGroup(capacity_tokens=4096)) as (_, stub, _):
 
