@@ -23,6 +23,7 @@ from common.config import Config
 from common.errors import ConfigError, ServingError, WorkerLost
 
 CONTROLLER = "tandem-controller"
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head alone
 Rows = list[dict]
 
 
@@ -42,7 +43,7 @@ def bring_up(config: Config, name: str, on_progress: Callable[[Rows], None] = la
     save_state(state)
     try:
         connect(state.ray_address, state.ray_token_file)
-        controller = _start_controller(config)
+        controller = start_controller(config)
         state = state.model_copy(update={"controller_address": ray.get(controller.start.remote())})
         save_state(state)
         _wait_ready(controller, config, on_progress)
@@ -94,9 +95,11 @@ def _start_ray(config: Config, name: str, folder: Path) -> ClusterState:
     return ClusterState(name=name, ray_address=address, ray_process=process, ray_token_file=token)
 
 
-def _start_controller(config: Config):
+def start_controller(config: Config):
+    """A new controller actor on the head node, where routers look for it; its `start` is the caller's to call."""
     key = config.cluster.key_file.read_bytes() if config.cluster.key_file else secrets.token_bytes(32)
-    actor = ray.remote(Controller).options(name=CONTROLLER, lifetime="detached", num_cpus=0, max_concurrency=64)
+    where = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
+    actor = ray.remote(Controller).options(name=CONTROLLER, lifetime="detached", max_concurrency=64, **where)
     return actor.remote(config.model_dump_json(), key, device_of(config))
 
 

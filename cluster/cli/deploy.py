@@ -1,0 +1,45 @@
+"""`tandem controller` and `tandem prepare`: what pods of the chart and start commands of `ray up` run on their nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.app import ConfigOption, SetOption, app, read_config
+from common.logs import configure_logging
+
+
+@app.command(hidden=True)
+def controller(config: ConfigOption, set_: SetOption = None) -> None:
+    """Keep a controller running on the Ray cluster of cluster.ray_address, until SIGTERM. Runs beside the head."""
+    from cluster.supervise import keep_controller
+
+    configure_logging(role="supervisor")
+    keep_controller(read_config(config, set_))
+
+
+@app.command()
+def prepare(
+    config: ConfigOption,
+    pool: Annotated[str, typer.Option("--pool", help="The pool that this node is for.")],
+    set_: SetOption = None,
+    timeout_s: Annotated[float, typer.Option(help="Give up after this long [s].")] = 3600.0,
+    report: Annotated[Path | None, typer.Option(help="File that always holds the latest line, such as /dev/termination-log.")] = None,
+) -> None:
+    """Wait for the checkpoint, convert it and compile kernels, whatever the pool needs; each line says what is waited for."""
+    import logging
+
+    from cluster import prepare as node
+
+    configure_logging(role="prepare", pool=pool)
+    tree = read_config(config, set_)
+    logger = logging.getLogger("cluster.prepare")
+
+    def say(line: str) -> None:
+        logger.info("%s", line)
+        if report is not None:
+            report.write_text(line)
+
+    node.prepare(tree, node.pool_of(tree, pool), say, timeout_s)
