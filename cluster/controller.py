@@ -7,18 +7,21 @@ pass through it, so that they go on while it is away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 
 import grpc
 
+from cluster.controller_metrics import ControllerMetrics, Target, group_target, targets_page
 from cluster.death_news import DeathNews
 from cluster.group import Group, GroupState
 from cluster.specs import plan_group
 from common.config import Config, PoolNode
 from common.errors import ConfigError, ServingError
 from common.kv_layout import check_join
+from common.metrics_server import MetricsServer, Page, own_host
 from common.proto import control_pb2, control_pb2_grpc
 from model.config import check_layout, load_model_config
 
@@ -44,11 +47,16 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         self._last_error: dict[str, str] = {}
         self._not_before: dict[str, float] = {}
         self._version = 0
+        self._metrics = ControllerMetrics(self._config)
+        self._routers: dict[str, str] = {}  # router id -> host:port of its metrics, while it watches
+        self.metrics_address = ""
         self._changed = asyncio.Event()
         self._closing = False
 
-    async def start(self) -> str:
-        """Checks the whole configuration against the model, then starts the groups. Returns: host:port of the directory
+    async def start(self) -> dict[str, str]:
+        """Checks the whole configuration against the model, then starts the groups.
+
+        Returns: host:port of the directory (`controller_address`) and of the metrics (`metrics_address`)
 
         Raises: ConfigError with every reason, before any process is started
         """
@@ -58,8 +66,21 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         host, _, _ = self._config.cluster.controller_listen.rpartition(":")
         port = self._server.add_insecure_port(self._config.cluster.controller_listen)
         await self._server.start()
+        self.metrics_address = await self._export(host)
         self._loop_task = asyncio.create_task(self._reconcile_forever())
-        return f"{host}:{port}"
+        return {"controller_address": f"{host}:{port}", "metrics_address": self.metrics_address}
+
+    async def _export(self, host: str) -> str:
+        pages = {"/targets": Page("application/json", lambda: targets_page(self._targets()))}
+        self._exporter = MetricsServer(self._metrics.metrics, lambda: self._metrics.refresh(self._groups.values(), self._wanted), pages)
+        node = self._config.metrics
+        return await self._exporter.start(node.host, node.controller_port, own_host(host))
+
+    def _targets(self) -> list[Target]:
+        """Every process of the cluster that serves metrics and is known here."""
+        own = Target(self.metrics_address, {"process": "controller"})
+        routers = [Target(address, {"process": "router"}) for address in self._routers.values()]
+        return [own, *routers, *(group_target(g.description) for g in self._groups.values() if g.description)]
 
     async def status(self) -> list[dict]:
         """One row per group and per pool that can't start: {pool, group, state, error}."""
@@ -86,6 +107,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         for group in self._groups.values():
             group.kill()
         await self._death_news.close()
+        await self._exporter.close()
         await self._server.stop(0.2)
 
     async def Scale(self, request, context):
@@ -104,19 +126,23 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         if gpus > self._config.autoscale.gpu_budget:
             message = f"that would take {gpus} GPUs; autoscale.gpu_budget is {self._config.autoscale.gpu_budget}"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        self._metrics.scaled(pool.name, self._wanted[pool.name], request.replicas, "by hand")
         self._wanted = wanted
         self._touch()
         return control_pb2.ScaleReply(replicas=request.replicas)
 
     async def Watch(self, request, context):
         """The whole set at once, at each change, and every second."""
-        while not self._closing:
-            changed = self._changed
-            yield self._group_set()
-            try:
-                await asyncio.wait_for(changed.wait(), 1.0)
-            except TimeoutError:
-                continue
+        if request.metrics_address:
+            self._routers[request.router_id] = request.metrics_address
+        try:
+            while not self._closing:
+                changed = self._changed
+                yield self._group_set()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), 1.0)
+        finally:
+            self._routers.pop(request.router_id, None)
 
     def _group_set(self) -> control_pb2.GroupSet:
         ready = [g.description for g in self._groups.values() if g.state is GroupState.READY and g.description]
@@ -152,6 +178,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
     def _launch(self, pool: PoolNode) -> None:
         group = Group(plan_group(self._config, pool, self._key, device=self._device), self._touch)
         self._groups[group.name] = group
+        self._metrics.launched(pool.name)
         self._tasks[group.name] = asyncio.create_task(self._supervise(group))
         self._touch()
 
@@ -162,6 +189,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
             self._death_news.died(group.spec.incarnation)
         del self._groups[group.name], self._tasks[group.name]
         if group.error is not None:
+            self._metrics.failed(group.spec.pool, group.failed_in)
             self._last_error[group.spec.pool] = group.error
             self._not_before[group.spec.pool] = time.monotonic() + RETRY_S
         self._touch()

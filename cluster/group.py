@@ -45,6 +45,7 @@ class Group:
         self.state = GroupState.PLACING
         self.description: types_pb2.GroupDescription | None = None
         self.error: str | None = None
+        self.failed_in = GroupState.PLACING  # the state that `error` ended
         self.is_proved_dead = False
         self._placement: Any = None
         self._actors: list = []
@@ -69,6 +70,7 @@ class Group:
         except (RayError, ServingError) as exc:
             self.error = _cause(exc)
         finally:
+            self.failed_in = self.state
             self._enter(GroupState.DEAD)
             if self._stopping:
                 self.error = None

@@ -41,6 +41,8 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> Ra
         compute_dtype=config.cluster.compute_dtype,
         weights=pool.weights,
         vocab=str(config.model.vocab) if config.model.vocab else None,
+        metrics_host=config.metrics.host,
+        metrics_port=config.metrics.group_port,
     )
 
 

@@ -65,6 +65,7 @@ class ClusterState(BaseModel):
     ray_process: Process | None = None  # None: a Ray cluster that was there before
     ray_token_file: Path | None = None
     controller_address: str | None = None
+    metrics_address: str | None = None  # of the controller: /targets there lists all others
     router_process: Process | None = None
     router_address: str | None = None
 

@@ -44,7 +44,7 @@ def bring_up(config: Config, name: str, on_progress: Callable[[Rows], None] = la
     try:
         connect(state.ray_address, state.ray_token_file)
         controller = start_controller(config)
-        state = state.model_copy(update={"controller_address": ray.get(controller.start.remote())})
+        state = state.model_copy(update=ray.get(controller.start.remote()))
         save_state(state)
         _wait_ready(controller, config, on_progress)
         state = _start_router(config, state, folder)

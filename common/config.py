@@ -122,6 +122,15 @@ class ClusterNode(Node):
     start_timeout_s: float = Field(default=300.0, gt=0)
 
 
+class MetricsNode(Node):
+    """Every process serves /metrics; the controller's /targets lists them all for Prometheus (`http_sd_configs`)."""
+
+    host: str = Field(default="127.0.0.1", description="address that /metrics listens on, without authentication; 0.0.0.0 = all")
+    controller_port: int = Field(default=0, ge=0, le=65535, description="0 = any free one")
+    router_port: int = Field(default=0, ge=0, le=65535, description="0 = any free one")
+    group_port: int = Field(default=0, ge=0, le=65535, description="groups of one host take this one or the next; 0 = any free one")
+
+
 class Config(Node):
     model: ModelNode
     pools: tuple[PoolNode, ...] = Field(min_length=1)
@@ -130,6 +139,7 @@ class Config(Node):
     router: RouterNode = RouterNode()
     autoscale: AutoscaleNode = AutoscaleNode()
     cluster: ClusterNode = ClusterNode()
+    metrics: MetricsNode = MetricsNode()
 
     @field_validator("pools")
     @classmethod

@@ -15,6 +15,7 @@ class RankSpec:
 
     `rendezvous`: host:port of the group's TCPStore, on rank 0's host; unused with tp 1. `incarnation`: random at each start of the
     group. `key`: the cluster's secret for transfer messages. `kv_blocks` None: as many full-layer blocks as memory allows.
+    `metrics_port`: rank 0 takes this one or one of the next, any free one if 0.
     """
 
     pool: str
@@ -40,3 +41,5 @@ class RankSpec:
     weights: Literal["mxfp4", "fp8", "bf16"] = "mxfp4"
     listen_host: str = "127.0.0.1"
     vocab: str | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0

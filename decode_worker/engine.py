@@ -23,6 +23,7 @@ from common.errors import DeadlineError, InvalidRequestError, OverloadedError, R
 from common.proto import plan_pb2, types_pb2, worker_pb2
 from decode_worker import commands as cmd
 from decode_worker.executor import DecodeExecutor, wants_reply
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler, Place
 from decode_worker.sequence import Sequence
@@ -57,6 +58,7 @@ class DecodeEngine:
         facts: ModelFacts,
         commands: queue.SimpleQueue[cmd.Command],
         publish: Publish,
+        metrics: DecodeMetrics,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.load = types_pb2.GroupLoad()
@@ -67,6 +69,7 @@ class DecodeEngine:
         self._facts = facts
         self._commands = commands
         self._publish = publish
+        self._metrics = metrics
         self._clock = clock
         self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
         self._outputs: dict[str, list[worker_pb2.SequenceOutput]] = {}
@@ -95,6 +98,8 @@ class DecodeEngine:
     def _take_commands(self) -> bool:
         """Handles all that waits; blocks for the first one if there is nothing to do. Returns: False after ShutDown"""
         may_block = not self._running and not self._reservations.has_operations
+        if not self._running:
+            self._metrics.idle()
         timeout_s = _TICK_S if self._reservations.num_open else None
         while True:
             try:
@@ -110,7 +115,7 @@ class DecodeEngine:
         now_s = self._clock()
         match command:
             case cmd.Reserve():
-                self._try(command.done, lambda: self._reserve(command, now_s))
+                self._try(command.done, lambda: self._reserve(command, now_s), lambda: self._metrics.reservation("refused"))
             case cmd.Renew(transfer_ids, done):
                 cmd.answer(done, self._reservations.renew(transfer_ids, now_s))
             case cmd.Commit():
@@ -129,11 +134,12 @@ class DecodeEngine:
                 self._is_draining = drain
                 self._update_load()
 
-    def _try(self, done: Future, work: Callable[[], None]) -> None:
+    def _try(self, done: Future, work: Callable[[], None], on_refused: Callable[[], None] = lambda: None) -> None:
         """Runs the first half of a command whose answer comes later; a refusal is an answer at once."""
         try:
             work()
         except ServingError as exc:
+            on_refused()
             cmd.refuse(done, exc)
 
     def _reserve(self, command: cmd.Reserve, now_s: float) -> None:
@@ -159,7 +165,10 @@ class DecodeEngine:
         if sequence is not None:
             self._end(sequence, error)
             return True
-        return self._reservations.abort(internal_id, self._clock())
+        is_here = self._reservations.abort(internal_id, self._clock())
+        if is_here:
+            self._metrics.aborted(error)
+        return is_here
 
     def _router_gone(self, router_id: str) -> None:
         error = RemoteError("CANCELLED", "its router is gone")
@@ -204,7 +213,9 @@ class DecodeEngine:
         if logits is not None:
             self._sample(rows, logits)
             self._step += 1
-            self._last_step_s = self._clock() - started_s
+            now_s = self._clock()
+            self._last_step_s = now_s - started_s
+            self._metrics.stepped(self._last_step_s, len(rows), now_s)
 
     def _sample(self, rows: list[Sequence], logits: Tensor) -> None:
         choices = sample(logits.float(), [sequence.state for sequence in rows])
@@ -229,6 +240,7 @@ class DecodeEngine:
         self._scheduler.release(sequence.transfer_id)
         self._reservations.forget(sequence.transfer_id)
         if error is not None:
+            self._metrics.aborted(error)
             self._put_error(sequence, error)
 
     def _put_error(self, sequence: Sequence, error: ServingError) -> None:

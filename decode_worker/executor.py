@@ -70,6 +70,10 @@ class DecodeExecutor:
         views = [self._view(row) for row in plan.rows]
         return self._model.forward(build_decode_batch(views, self.geometry.block_size_tokens, self._device), self._kv)
 
+    def received(self) -> dict[str, int]:
+        """Transfer messages of this rank by verdict; from any thread."""
+        return self._receiver.counts()
+
     def close(self) -> None:
         self._receiver.close()
 

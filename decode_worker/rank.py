@@ -10,6 +10,7 @@ import queue
 from pathlib import Path
 
 from common.kv_layout import KVGeometry
+from common.metrics_server import MetricsServer
 from common.proto import plan_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
@@ -17,6 +18,7 @@ from decode_worker import commands as cmd
 from decode_worker.engine import DecodeEngine, ModelFacts
 from decode_worker.executor import DecodeExecutor
 from decode_worker.follower import follow
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
@@ -96,7 +98,10 @@ class DecodeRank:
         spec, server = self.spec, started.server
         description = started.describe(types_pb2.ROLE_DECODE, list(self._transports))
         template = self._reservation_template(executor, control, description)
-        engine = self._engine(started, executor, control, template)
+        metrics = DecodeMetrics(spec.pool)
+        engine = self._engine(started, executor, control, template, metrics)
+        exporter = MetricsServer(metrics.metrics, lambda: metrics.refresh(engine.load, executor.received()))
+        description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
         def register(grpc_server) -> None:
             self._service = DecodeService(description, self._commands, lambda: engine.load, spec.key, spec.lease_s)
@@ -107,6 +112,7 @@ class DecodeRank:
 
         def clean_up() -> None:
             watch.stop()
+            server.call(exporter.close())
             server.call(self._serving().close())
             server.stop(_GRACE_S)
             executor.close()
@@ -117,7 +123,12 @@ class DecodeRank:
         return description
 
     def _engine(
-        self, started: StartedRank, executor: DecodeExecutor, control: LeaderChannel, template: worker_pb2.Reservation
+        self,
+        started: StartedRank,
+        executor: DecodeExecutor,
+        control: LeaderChannel,
+        template: worker_pb2.Reservation,
+        metrics: DecodeMetrics,
     ) -> DecodeEngine:
         spec, config = self.spec, started.built.config
         scheduler = DecodeScheduler(started.geometry, started.facts.full_blocks, started.facts.sliding_blocks, spec.max_batch)
@@ -128,6 +139,7 @@ class DecodeRank:
             template,
             spec.key,
             lambda transfer_id, writer: self._serving().fence(transfer_id, writer),
+            metrics,
         )
         facts = ModelFacts(
             vocab_size=config.vocab_size,
@@ -143,6 +155,7 @@ class DecodeRank:
             facts,
             self._commands,
             lambda step, outputs, load: self._serving().publish(step, outputs, load),
+            metrics,
         )
 
     def _reservation_template(

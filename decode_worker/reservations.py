@@ -18,6 +18,7 @@ from common.process import is_known_dead
 from common.proto import plan_pb2, types_pb2, worker_pb2
 from decode_worker.block_ring import BlockTables
 from decode_worker.commands import Commit, Reserve, answer, refuse
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.scheduler import Allotment, DecodeScheduler, Place
 from decode_worker.sequence import Sequence
 from kv_transfer.ledger import Action, AdmitSequence, FailRequest, FenceWriter, ReleaseBlocks, TransferLedger
@@ -55,7 +56,9 @@ class Reservations:
         template: worker_pb2.Reservation,
         key: bytes,
         fence: Fence,
+        metrics: DecodeMetrics,
     ):
+        self._metrics = metrics
         self._scheduler = scheduler
         self._ledger = ledger
         self._geometry = geometry
@@ -182,6 +185,7 @@ class Reservations:
             refuse(done, RemoteError(failure.status, failure.message))
             self.abandon(transfer_id)  # nobody was told of it, so nobody writes
         else:
+            self._metrics.reservation("granted")
             answer(done, self._open[transfer_id].reservation)
 
     def _verified(self, transfer_id: int, results: list[plan_pb2.VerifyResult], failure: plan_pb2.Failure | None) -> None:
@@ -202,17 +206,21 @@ class Reservations:
             match action:
                 case FenceWriter(transfer_id, _):
                     if self._scheduler.place(transfer_id) is Place.RESERVED:
+                        self._metrics.reservation("fenced")
                         self._scheduler.hold(transfer_id)
                         self._plan.revokes.append(transfer_id)
                     self._fence(transfer_id, self._open[transfer_id].writer)
                 case ReleaseBlocks(transfer_id):
+                    self._metrics.reservation("released")
                     self._plan.revokes.append(transfer_id)
                     self._plan.releases.append(transfer_id)
                     self._scheduler.release(transfer_id)
                     del self._open[transfer_id]
                 case AdmitSequence(transfer_id, _):
+                    self._metrics.reservation("committed")
                     self._admit(self._open.pop(transfer_id))
                 case FailRequest(internal_id, error):
+                    self._metrics.reservation("failed")
                     self._outcome.failed.append((sequences[internal_id], error))
 
     def _admit(self, entry: _Open) -> None:

@@ -16,6 +16,7 @@ class FrontendSettings:
     Attributes:
         router: host:port of the router's gRPC server; `router_ca_file` and `router_token_file` are for TLS and a bearer
             token towards it, both optional.
+        metrics_host, metrics_port: where /metrics is served, without authentication; port 0 is any free one.
         model_names: names that requests may give; empty for the router's own.
         keys_file: who may call (see `frontend.http.auth`); None lets everybody in.
         cors_origins: origins that browsers may call from; empty for none.
@@ -29,6 +30,8 @@ class FrontendSettings:
     router: str = "127.0.0.1:50051"
     host: str = "127.0.0.1"
     port: int = 8000
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
     vocab_dir: Path | None = None
     router_ca_file: Path | None = None
     router_token_file: Path | None = None
@@ -49,7 +52,8 @@ class FrontendSettings:
         for name in ("max_body_bytes", "max_streams", "stalled_client_s", "default_deadline_s", "encoder_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"frontend {name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"frontend port is {self.port}; expected 0 to 65535")
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"frontend {name} is {getattr(self, name)}; expected 0 to 65535")
         if self.drain_s < 0:
             raise ConfigError(f"frontend drain_s is {self.drain_s}; it must not be negative")

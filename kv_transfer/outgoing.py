@@ -22,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class TransportUse:
+    """What went over one transport, and the time that threads spent writing it and waiting for its acknowledgement."""
+
+    transport: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PushResult:
     """How a transfer ended on one prefill rank, which by then has stopped writing for good.
 
@@ -32,6 +41,7 @@ class PushResult:
     bytes_per_rank: tuple[int, ...]
     digest_per_rank: tuple[int, ...]
     error: ServingError | None
+    uses: tuple[TransportUse, ...] = ()
 
 
 class Outgoing:
@@ -63,6 +73,7 @@ class Outgoing:
         self._next_token = [g.handover_blocks(num_tokens, sliding=slides)[0] * g.block_size_tokens for slides in g.sliding]
         self._bytes = [0] * tp_size
         self._digests = [0] * tp_size
+        self._uses: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         self._error: ServingError | None = None
         self._open_peers = len(self.pairs)
@@ -99,6 +110,11 @@ class Outgoing:
             self._bytes[dst_rank] += nbytes
             self._digests[dst_rank] = (self._digests[dst_rank] + digest) & MASK
 
+    def used(self, transport: str, nbytes: int, seconds: float) -> None:
+        with self._lock:
+            had_bytes, had_seconds = self._uses.get(transport, (0, 0.0))
+            self._uses[transport] = (had_bytes + nbytes, had_seconds + seconds)
+
     def check_complete(self) -> None:
         """Fails the transfer if a layer was not pushed to its end."""
         missing = [layer for layer, token in enumerate(self._next_token) if token != self.num_tokens]
@@ -126,7 +142,8 @@ class Outgoing:
 
     def result(self) -> PushResult:
         with self._lock:
-            return PushResult(self.transfer_id, tuple(self._bytes), tuple(self._digests), self._error)
+            uses = tuple(TransportUse(transport, *use) for transport, use in self._uses.items())
+            return PushResult(self.transfer_id, tuple(self._bytes), tuple(self._digests), self._error, uses)
 
 
 def _geometry(kv: types_pb2.KVGeometry) -> KVGeometry:

@@ -106,7 +106,9 @@ class Peer:
             first_head=push.first_head,
             key=outgoing.digest_key,
         )
+        started_s = time.monotonic()
         self._link.write(push, outgoing.deadline)
+        outgoing.used(self._link.transport, push.nbytes, time.monotonic() - started_s)
         outgoing.add(self._dst_rank, push.nbytes, digest)
 
     def _end(self, outgoing: Outgoing) -> None:
@@ -121,8 +123,9 @@ class Peer:
         """Waits for the acks of the current transfer, if any, and leaves none current."""
         current, self._current = self._current, None
         if current is not None and self._link is not None:
-            link = self._link
+            link, started_s = self._link, time.monotonic()
             self._guard(current, lambda: link.flush(current.deadline))
+            current.used(link.transport, 0, time.monotonic() - started_s)
 
     def _guard(self, outgoing: Outgoing, operation: Callable[[], None]) -> None:
         try:

@@ -74,6 +74,7 @@ class PrefillCall:
 
     def handed_over(self, num_bytes: int) -> None:
         transfer_ms = (self._loop.time() - self._first_at_s) * 1000
+        self._handovers.metrics.handed_over(transfer_ms / 1000)
         self._put(worker_pb2.PrefillEvent(handed_over=worker_pb2.PrefillEvent.HandedOver(transfer_ms=transfer_ms, bytes=num_bytes)))
         self._end(None)
 
@@ -90,6 +91,7 @@ class PrefillCall:
 
     def _first_token(self, first: FirstToken) -> None:
         self._first_at_s = self._loop.time()
+        self._handovers.metrics.computed(first.seconds, first.num_tokens)
         event = worker_pb2.PrefillEvent.FirstToken(output=first.output, prefill_ms=first.seconds * 1000)
         self._put(worker_pb2.PrefillEvent(first_token=event))
         is_finished = first.output.HasField("finish")

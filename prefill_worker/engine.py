@@ -213,7 +213,7 @@ class PrefillEngine:
         del self._jobs[job.key]
         self._last_prefill_s = self._clock() - job.started_s
         self._leave(job)
-        job.listener.on_first_token(FirstToken(output, choice.token_id, choice.logprobs, self._last_prefill_s))
+        job.listener.on_first_token(FirstToken(output, choice.token_id, choice.logprobs, self._last_prefill_s, len(job.token_ids)))
 
     def _execute(self, plan: plan_pb2.PrefillPlan) -> tuple[ServingError | None, Tensor | None]:
         """Runs a plan, and the stops that wait, on all ranks. Returns: (error of its request, logits)"""

@@ -111,6 +111,7 @@ class PrefillExecutor:
             rank=self._rank,
             bytes_per_rank=result.bytes_per_rank,
             digest_per_rank=result.digest_per_rank,
+            uses=[worker_pb2.TransportUse(transport=use.transport, bytes=use.bytes, seconds=use.seconds) for use in result.uses],
         )
         if result.error is not None:
             report.error, report.error_status = result.error.message, result.error.grpc_status

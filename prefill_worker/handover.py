@@ -17,6 +17,7 @@ from common.proto import worker_pb2
 from kv_transfer.writer_ledger import Action, PushFailed, SendAbandon, SendCommit, StopRanks, WriterLedger
 from prefill_worker.engine import Command, Release, StopPush
 from prefill_worker.job import FirstToken
+from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.peers import DecodePeers
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class HandoverCall(Protocol):
 class Handovers:
     """All reservations that this group was given."""
 
-    def __init__(self, ledger: WriterLedger, peers: DecodePeers, command: Callable[[Command], None]):
+    def __init__(self, ledger: WriterLedger, peers: DecodePeers, command: Callable[[Command], None], metrics: PrefillMetrics):
+        self.metrics = metrics
         self._ledger = ledger
         self._lock = threading.Lock()  # guards the ledger
         self._peers = peers
@@ -67,6 +69,7 @@ class Handovers:
         self._calls[reservation.transfer_id] = call
 
     def report(self, report: worker_pb2.PushReport) -> None:
+        self.metrics.wrote(report.uses)
         with self._lock:
             actions = self._ledger.report(report)
         self._carry_out(actions)
@@ -129,10 +132,12 @@ class Handovers:
             await self._until_answered(lambda: self._peers.commit(reservation.decode_address, request), call.commit_until_s())
             call.handed_over(sum(action.bytes_per_rank))
         except ServingError as exc:
+            self.metrics.failed()
             call.fail(exc)
         self._ended(reservation.transfer_id)
 
     async def _abandon(self, reservation: worker_pb2.Reservation, reason: str) -> None:
+        self.metrics.abandoned()
         request = worker_pb2.AbandonRequest(transfer_id=reservation.transfer_id, incarnation=reservation.incarnation, reason=reason)
         until_s = self._now_s() + reservation.lease_ms / 1000
         try:

@@ -15,13 +15,14 @@ from model.sampling import SamplingState
 class FirstToken:
     """`output`: what the client may see of it; `token_id`, `logprobs`: what a hand-over carries on.
 
-    `seconds`: from the start of the first chunk to the sampled token
+    `seconds`: from the start of the first chunk to the sampled token; `num_tokens`: that were computed
     """
 
     output: worker_pb2.SequenceOutput
     token_id: int
     logprobs: types_pb2.TokenLogprobs | None
     seconds: float
+    num_tokens: int
 
 
 class Listener(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.kv_layout import KVGeometry
+from common.metrics_server import MetricsServer
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
@@ -23,6 +24,7 @@ from model.rank_start import StartedRank, start_rank
 from prefill_worker.engine import PrefillEngine, ShutDown
 from prefill_worker.executor import PrefillExecutor
 from prefill_worker.follower import follow
+from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.report import PushReporter
 from prefill_worker.scheduler import PrefillScheduler, sliding_blocks_for
 from prefill_worker.service import PrefillFacts, PrefillService
@@ -88,9 +90,12 @@ class PrefillRank:
         scheduler = PrefillScheduler(started.geometry, facts.full_blocks, facts.sliding_blocks, chunk_tokens)
         engine = self._engine = PrefillEngine(scheduler, executor, control)
         service_facts = self._facts(started)
+        metrics = PrefillMetrics(spec.pool)
+        exporter = MetricsServer(metrics.metrics, lambda: metrics.refresh(engine.load))
+        service_facts.description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
         def register(grpc_server) -> None:
-            self._service = PrefillService(engine, service_facts)
+            self._service = PrefillService(engine, service_facts, metrics)
             worker_pb2_grpc.add_PrefillGroupServicer_to_server(self._service, grpc_server)
 
         server.serve(register)
@@ -99,6 +104,7 @@ class PrefillRank:
         def clean_up() -> None:
             watch.stop()
             executor.close()
+            server.call(exporter.close())
             server.call(self._serving().close())
             server.stop(_GRACE_S)
             started.links.close()

@@ -26,6 +26,7 @@ from prefill_worker.call import PrefillCall
 from prefill_worker.engine import Drain, PrefillEngine, Submit
 from prefill_worker.handover import Handovers
 from prefill_worker.job import PrefillJob
+from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.peers import DecodePeers
 
 _SLOWEST_PUSH_BYTES_PER_S = 50e6
@@ -47,12 +48,12 @@ class PrefillFacts:
 class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
     """Made on the event loop; `close` ends what it has running there."""
 
-    def __init__(self, engine: PrefillEngine, facts: PrefillFacts):
+    def __init__(self, engine: PrefillEngine, facts: PrefillFacts, metrics: PrefillMetrics):
         self._engine = engine
         self._facts = facts
         self._loop = asyncio.get_running_loop()
         self._peers = DecodePeers(facts.key)
-        self._handovers = Handovers(WriterLedger(len(facts.description.ranks)), self._peers, engine.commands.put)
+        self._handovers = Handovers(WriterLedger(len(facts.description.ranks)), self._peers, engine.commands.put, metrics)
         self._calls: dict[str, PrefillCall] = {}
         self._renewing = self._loop.create_task(self._handovers.renew_forever())
 

@@ -40,15 +40,17 @@ class Directory(Protocol):
 class ControllerDirectory:
     """The controller's `Watch` stream. While the controller is away nothing new comes, and readers keep what they have."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, router_id: str = "", metrics_address: str = ""):
+        """`router_id` and `metrics_address` are told to the controller, for scrapers to find this router."""
         self._address = address
+        self._request = control_pb2.WatchRequest(router_id=router_id, metrics_address=metrics_address)
 
     async def watch(self) -> AsyncGenerator[control_pb2.GroupSet, None]:
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
             stub = control_pb2_grpc.DirectoryStub(channel)
             away = False
             while True:
-                call = stub.Watch(control_pb2.WatchRequest())
+                call = stub.Watch(self._request)
                 try:
                     while True:
                         async with asyncio.timeout(SILENCE_S):

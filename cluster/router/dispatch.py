@@ -17,6 +17,7 @@ from cluster.router.attempt import Attempt
 from cluster.router.choice import Aim, Decision, choose, explain
 from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
 from cluster.router.job import Job
+from cluster.router.metrics import RouterMetrics
 from cluster.router.offers import decode_offers, prefill_offers, rank_decode
 from cluster.router.pool import DecodePool, MovedOn, PrefillPool, Waiter
 from cluster.router.pools import Pools
@@ -70,6 +71,7 @@ class Dispatcher:
     def __init__(self, pools: Pools, settings: DispatchSettings, seed: int):
         self.pools = pools
         self.output_length = OutputLength()
+        self.metrics = RouterMetrics()
         self._settings = settings
         self._seed = seed
         self._attempts = 0
@@ -156,7 +158,7 @@ class Dispatcher:
         self.output_length.observe(len(job.tokens))
         report.learn(job, place.decision, place.prefill_pool, place.decode_pool, self._now())
         groups = (place.prefill.name, attempt.decode.name if attempt.decode is not None else "")
-        job.stream.push_complete(report.complete(job, finish, place.decision, groups))
+        job.stream.push_complete(report.complete(job, finish, place.decision, groups, self.metrics))
 
     async def _place(self, job: Job, shunned: _Shunned) -> _Placement:
         """Chooses and waits until a prefill group and, where one is needed, decode blocks are there; chooses anew when a pool fills up.

@@ -19,6 +19,7 @@ from cluster.router.multiplex import CallContext
 from cluster.router.status import ROUTE_KEY, RequestAborted, abort
 from cluster.router.streams import ClientStream
 from common.errors import DeadlineError, ServingError, WorkerLost
+from common.proto import types_pb2
 from common.requests import ModelLimits, Request, parse_request, sampling_to_proto
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Running:
 class Generator:
     def __init__(self, dispatcher: Dispatcher, limits: Callable[[], ModelLimits], *, default_deadline_s: float, stream_buffer_tokens: int):
         self.running = Running()
+        self.metrics = dispatcher.metrics
         self.is_draining = False
         self._dispatcher = dispatcher
         self._limits = limits
@@ -73,14 +75,19 @@ class Generator:
         """The body of the RPC: writes serialised messages and ends the call with OK or one error."""
         error: ServingError
         try:
-            await self._serve(data, context)
+            self.metrics.ended_well(await self._serve(data, context))
             return
         except ServingError as exc:
             error = exc
+        except asyncio.CancelledError:
+            self.metrics.cancelled()
+            raise
+        self.metrics.ended_badly(error)
         logger.info("failed %s: %s", error.grpc_status, error)
         await abort(context, error)
 
-    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
+    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> types_pb2.FinishReason:
+        """Returns: why the (first) choice ended"""
         arrived_s = asyncio.get_running_loop().time()
         if self.is_draining:
             raise WorkerLost("this router is draining and takes no new request")
@@ -92,6 +99,7 @@ class Generator:
         jobs = asyncio.create_task(self._run_jobs(self._jobs_of(request, stream, arrived_s, deadline_s), stream))
         try:
             await self._send(stream, context, deadline_s)
+            return stream.finish_reason
         finally:
             jobs.cancel()
             self.running.remove(stream)
@@ -131,7 +139,9 @@ class Generator:
             sampling = sampling_to_proto(request.sampling)
             sampling.seed = (seed + index + 2**63) % 2**64 - 2**63
             sampling.n = 1
-            jobs.append(Job(request, next(self._numbers), index, sampling, stream, deadline_s, Stamps(arrived_s)))
+            jobs.append(
+                Job(request, next(self._numbers), index, sampling, stream, deadline_s, Stamps(arrived_s), self.metrics.output_tokens)
+            )
         return jobs
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.router.streams import ClientStream
+from common.metrics import Value
 from common.proto import types_pb2
 from common.requests import Request
 
@@ -33,7 +34,9 @@ class Stamps:
 
 @dataclass(eq=False)
 class Job:
-    """`number`: unique in this router; `index`: which of n; `sampling`: complete, this choice's own seed in it."""
+    """`number`: unique in this router; `index`: which of n; `sampling`: complete, this choice's own seed in it.
+
+    `delivered`: counts the tokens of all jobs."""
 
     request: Request
     number: int
@@ -42,6 +45,7 @@ class Job:
     stream: ClientStream
     deadline_s: float
     stamps: Stamps
+    delivered: Value
     attempts: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -54,4 +58,5 @@ class Job:
         first = len(self.tokens)
         self.stamps.last_token_s = now_s
         self.tokens.extend(token_ids)
+        self.delivered.inc(len(token_ids))
         self.stream.push_tokens(self.index, first, token_ids, logprobs)

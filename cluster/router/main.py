@@ -22,6 +22,7 @@ from cluster.router.queue import QueueLimits
 from cluster.router.server import RouterServer, RouterServicer, ServerFacts
 from common.config import Config, PoolNode
 from common.errors import ConfigError
+from common.metrics_server import MetricsServer, own_host
 from common.proto import types_pb2
 from common.requests import ModelLimits
 
@@ -52,11 +53,21 @@ class Router:
     generator: Generator
     server: RouterServer
 
+    def refresh_metrics(self) -> None:
+        self.dispatcher.metrics.refresh(self.pools.set, len(self.generator.running))
+
 
 async def serve(config: Config, controller_address: str, ready: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains. `ready` gets host:port as soon as it listens; health says when it can serve."""
     router = build_router(config)
-    await run_until_stopped(router, ControllerDirectory(controller_address), config.router.listen, ready, config.router.drain_s)
+    exporter = MetricsServer(router.dispatcher.metrics.metrics, router.refresh_metrics)
+    host, _, _ = config.router.listen.rpartition(":")
+    metrics_address = await exporter.start(config.metrics.host, config.metrics.router_port, own_host(host))
+    directory = ControllerDirectory(controller_address, router.pools.router_id, metrics_address)
+    try:
+        await run_until_stopped(router, directory, config.router.listen, ready, config.router.drain_s)
+    finally:
+        await exporter.close()
 
 
 async def run_until_stopped(

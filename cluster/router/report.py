@@ -7,13 +7,16 @@ import logging
 from cluster.cost_model import Prediction, occupancy, prefill_ms, score
 from cluster.router.choice import Decision, explain, to_proto
 from cluster.router.job import Job, Stamps
+from cluster.router.metrics import RouterMetrics
 from cluster.router.pool import DecodePool, PrefillPool
 from common.proto import router_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
 
 
-def complete(job: Job, finish: types_pb2.Finish, decision: Decision, groups: tuple[str, str]) -> router_pb2.GenerateComplete:
+def complete(
+    job: Job, finish: types_pb2.Finish, decision: Decision, groups: tuple[str, str], metrics: RouterMetrics
+) -> router_pb2.GenerateComplete:
     """`groups`: names of the prefill and decode group that served, "" for none."""
     actual = actual_of(job, decision)
     route = explain(decision)
@@ -22,6 +25,7 @@ def complete(job: Job, finish: types_pb2.Finish, decision: Decision, groups: tup
             candidate.prefill_group, candidate.decode_group = groups
     usage = types_pb2.Usage(prompt_tokens=len(job.request.prompt_ids), completion_tokens=len(job.tokens))
     log_finished(job, decision.prediction, actual, groups)
+    metrics.finished(job, decision, actual, prefill_and_decode_usd(job.stamps, decision))
     report = router_pb2.RouteReport(
         decision=route, actual=to_proto(actual, float(score(actual, decision.aim.latency_weight))), attempts=job.attempts
     )
@@ -33,19 +37,31 @@ def actual_of(job: Job, decision: Decision) -> Prediction:
     stamps = job.stamps
     started_s = stamps.started_s or stamps.granted_s
     decode_ms = _decode_ms(stamps)
-    prefill, decode = decision.prefill.pool.spec, decision.decode.pool.spec if decision.decode else None
-    share = occupancy(decode, decision.shape) * decode.gpus if decode else 0.0
-    price = decode.usd_per_gpu_hour if decode else 0.0
+    prefill_s, decode_s = _gpu_seconds(stamps, decision)
     return Prediction(
         queue_ms=max(0.0, (started_s - stamps.arrived_s) * 1e3),
         prefill_ms=stamps.prefill_ms,
         transfer_ms=stamps.transfer_ms,
         ttft_ms=(stamps.first_token_s - stamps.arrived_s) * 1e3,
         itl_ms=decode_ms / (len(job.tokens) - 1) if len(job.tokens) > 1 else 0.0,
-        gpu_seconds=(prefill.gpus * stamps.prefill_ms + share * decode_ms) / 1e3,
-        cost_usd=(prefill.gpus * prefill.usd_per_gpu_hour * stamps.prefill_ms + share * price * decode_ms) / 3.6e6,
+        gpu_seconds=prefill_s + decode_s,
+        cost_usd=sum(prefill_and_decode_usd(stamps, decision)),
         latency_s=stamps.last_token_s - stamps.arrived_s,
     )
+
+
+def prefill_and_decode_usd(stamps: Stamps, decision: Decision) -> tuple[float, float]:
+    """What a finished job cost in either pool [dollars]."""
+    prefill_s, decode_s = _gpu_seconds(stamps, decision)
+    decode_price = decision.decode.pool.spec.usd_per_gpu_hour if decision.decode else 0.0
+    return prefill_s * decision.prefill.pool.spec.usd_per_gpu_hour / 3600, decode_s * decode_price / 3600
+
+
+def _gpu_seconds(stamps: Stamps, decision: Decision) -> tuple[float, float]:
+    """In the prefill and the decode pool; of a decode group the job's share of the batch counts."""
+    decode = decision.decode.pool.spec if decision.decode else None
+    share = occupancy(decode, decision.shape) * decode.gpus if decode else 0.0
+    return decision.prefill.pool.spec.gpus * stamps.prefill_ms / 1e3, share * _decode_ms(stamps) / 1e3
 
 
 def learn(job: Job, decision: Decision, prefill: PrefillPool, decode: DecodePool | None, now_s: float) -> None:

@@ -32,6 +32,7 @@ class ClientStream:
         self.error: ServingError | None = None
         self.on_failure: Callable[[], None] | None = None
         self.route: router_pb2.RouteDecision | None = None
+        self.finish_reason = types_pb2.FINISH_REASON_UNSPECIFIED  # of the choice that ended last
         self._request_id = request_id
         self._limit_tokens = limit_tokens
         self._waiting: deque[_Chunk | router_pb2.GenerateComplete] = deque()
@@ -58,6 +59,7 @@ class ClientStream:
 
     def push_complete(self, complete: router_pb2.GenerateComplete) -> None:
         if not self._closed:
+            self.finish_reason = complete.finish_reason.reason
             self._waiting.append(complete)
             self._notify()
 

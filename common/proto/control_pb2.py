@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.proto import types_pb2 as common_dot_proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ommon/proto/control.proto\x12\x11tandem.control.v1\x1a\x18\x63ommon/proto/types.proto\"\x0e\n\x0cWatchRequest\"n\n\x08GroupSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".tandem.common.v1.GroupDescription\x12\x1d\n\x11\x64\x65\x61\x64_incarnations\x18\x03 \x03(\x06\x42\x02\x10\x01\".\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"\x1e\n\nScaleReply\x12\x10\n\x08replicas\x18\x01 \x01(\r2\x9d\x01\n\tDirectory\x12G\n\x05Watch\x12\x1f.tandem.control.v1.WatchRequest\x1a\x1b.tandem.control.v1.GroupSet0\x01\x12G\n\x05Scale\x12\x1f.tandem.control.v1.ScaleRequest\x1a\x1d.tandem.control.v1.ScaleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ommon/proto/control.proto\x12\x11tandem.control.v1\x1a\x18\x63ommon/proto/types.proto\":\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\"n\n\x08GroupSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".tandem.common.v1.GroupDescription\x12\x1d\n\x11\x64\x65\x61\x64_incarnations\x18\x03 \x03(\x06\x42\x02\x10\x01\".\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"\x1e\n\nScaleReply\x12\x10\n\x08replicas\x18\x01 \x01(\r2\x9d\x01\n\tDirectory\x12G\n\x05Watch\x12\x1f.tandem.control.v1.WatchRequest\x1a\x1b.tandem.control.v1.GroupSet0\x01\x12G\n\x05Scale\x12\x1f.tandem.control.v1.ScaleRequest\x1a\x1d.tandem.control.v1.ScaleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPSET'].fields_by_name['dead_incarnations']._loaded_options = None
   _globals['_GROUPSET'].fields_by_name['dead_incarnations']._serialized_options = b'\020\001'
   _globals['_WATCHREQUEST']._serialized_start=75
-  _globals['_WATCHREQUEST']._serialized_end=89
-  _globals['_GROUPSET']._serialized_start=91
-  _globals['_GROUPSET']._serialized_end=201
-  _globals['_SCALEREQUEST']._serialized_start=203
-  _globals['_SCALEREQUEST']._serialized_end=249
-  _globals['_SCALEREPLY']._serialized_start=251
-  _globals['_SCALEREPLY']._serialized_end=281
-  _globals['_DIRECTORY']._serialized_start=284
-  _globals['_DIRECTORY']._serialized_end=441
+  _globals['_WATCHREQUEST']._serialized_end=133
+  _globals['_GROUPSET']._serialized_start=135
+  _globals['_GROUPSET']._serialized_end=245
+  _globals['_SCALEREQUEST']._serialized_start=247
+  _globals['_SCALEREQUEST']._serialized_end=293
+  _globals['_SCALEREPLY']._serialized_start=295
+  _globals['_SCALEREPLY']._serialized_end=325
+  _globals['_DIRECTORY']._serialized_start=328
+  _globals['_DIRECTORY']._serialized_end=485
 # @@protoc_insertion_point(module_scope)

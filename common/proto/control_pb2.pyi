@@ -8,8 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("router_id", "metrics_address")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    metrics_address: str
+    def __init__(self, router_id: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class GroupSet(_message.Message):
     __slots__ = ("version", "groups", "dead_incarnations")

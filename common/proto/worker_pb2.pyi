@@ -248,21 +248,33 @@ class FenceReply(_message.Message):
     stopped: bool
     def __init__(self, stopped: bool = ...) -> None: ...
 
+class TransportUse(_message.Message):
+    __slots__ = ("transport", "bytes", "seconds")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    bytes: int
+    seconds: float
+    def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class PushReport(_message.Message):
-    __slots__ = ("transfer_id", "rank", "error", "error_status", "bytes_per_rank", "digest_per_rank")
+    __slots__ = ("transfer_id", "rank", "error", "error_status", "bytes_per_rank", "digest_per_rank", "uses")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ERROR_STATUS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_RANK_FIELD_NUMBER: _ClassVar[int]
     DIGEST_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: int
     rank: int
     error: str
     error_status: str
     bytes_per_rank: _containers.RepeatedScalarFieldContainer[int]
     digest_per_rank: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer_id: _Optional[int] = ..., rank: _Optional[int] = ..., error: _Optional[str] = ..., error_status: _Optional[str] = ..., bytes_per_rank: _Optional[_Iterable[int]] = ..., digest_per_rank: _Optional[_Iterable[int]] = ...) -> None: ...
+    uses: _containers.RepeatedCompositeFieldContainer[TransportUse]
+    def __init__(self, transfer_id: _Optional[int] = ..., rank: _Optional[int] = ..., error: _Optional[str] = ..., error_status: _Optional[str] = ..., bytes_per_rank: _Optional[_Iterable[int]] = ..., digest_per_rank: _Optional[_Iterable[int]] = ..., uses: _Optional[_Iterable[_Union[TransportUse, _Mapping]]] = ...) -> None: ...
 
 class PushReportReply(_message.Message):
     __slots__ = ()

@@ -1,11 +1,11 @@
-"""The starlette application: routes, health, models, metrics. Built by `frontend.server` and by tests."""
+"""The starlette application: routes, health, models; metrics on a port of their own. Built by `frontend.server` and by tests."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
-import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ServingError
+from common.metrics_server import MetricsServer, own_host
 from frontend.chat_format import ChatFormat
 from frontend.generation import Generator
 from frontend.http.auth import load_keys
@@ -27,6 +28,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
 
+logger = logging.getLogger(__name__)
 _ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
@@ -47,9 +49,13 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> Starlette:
         router = RouterClient(settings.router, ca_file=settings.router_ca_file, token_file=settings.router_token_file)
         generator = Generator(router, chat_format, metrics, encoder_threads=settings.encoder_threads)
         app.state.service = Service(settings, generator, keys)
+        exporter = MetricsServer(metrics.metrics)
+        app.state.metrics_address = await exporter.start(settings.metrics_host, settings.metrics_port, own_host(settings.host))
+        logger.info("metrics at http://%s/metrics", app.state.metrics_address)
         try:
             yield
         finally:
+            await exporter.close()
             generator.close()
             await router.close()
 
@@ -58,7 +64,6 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> Starlette:
         Route("/v1/models", _models, methods=["GET"]),
         Route("/v1/models/{model:path}", _models, methods=["GET"]),
         Route("/health", _health, methods=["GET"]),
-        Route("/metrics", _metrics, methods=["GET"]),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"])
     return Starlette(
@@ -99,11 +104,6 @@ async def _health(request: Request) -> Response:
     except ServingError as exc:
         return JSONResponse({"status": "router unavailable", "detail": str(exc)}, 503)
     return JSONResponse({"status": "ok", "model": info.model, "max_model_len": info.max_model_len})
-
-
-async def _metrics(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return Response(prometheus_client.generate_latest(service.metrics.registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:

@@ -15,6 +15,7 @@ from common.requests import SamplingParams, sampling_to_proto
 from decode_worker import commands as cmd
 from decode_worker.engine import DecodeEngine, ModelFacts
 from decode_worker.executor import DecodeExecutor
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.ledger import TransferLedger
@@ -42,8 +43,9 @@ class Bench:
         self.scheduler = DecodeScheduler(GEOMETRY, FULL_BLOCKS, MAX_BATCH * RING, MAX_BATCH)
         template = worker_pb2.Reservation(incarnation=1, layout=types_pb2.Layout(tp=1), lease_ms=int(lease_s * 1000))
         self.fences: list[int] = []
+        self.metrics = metrics = DecodeMetrics("d")
         reservations = Reservations(
-            self.scheduler, TransferLedger(1), GEOMETRY, template, KEY, lambda transfer_id, _: self.fences.append(transfer_id)
+            self.scheduler, TransferLedger(1), GEOMETRY, template, KEY, lambda transfer_id, _: self.fences.append(transfer_id), metrics
         )
         self.commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self.outputs: list[worker_pb2.SequenceOutput] = []
@@ -55,6 +57,7 @@ class Bench:
             ModelFacts(CONFIG.vocab_size, 4096, frozenset(CONFIG.eos_token_ids), None),
             self.commands,
             lambda step, outputs, load: self.outputs.extend(one for mine in outputs.values() for one in mine),
+            metrics,
         )
         self.thread = threading.Thread(target=self.engine.run)
 

@@ -12,6 +12,7 @@ from prefill_worker.call import PrefillCall
 from prefill_worker.engine import Cancel, Command, Release, StopPush
 from prefill_worker.handover import Handovers
 from prefill_worker.job import FirstToken
+from prefill_worker.metrics import PrefillMetrics
 from tests.support.pace import within
 
 NUM_RANKS = 2
@@ -53,7 +54,7 @@ class Bench:
     def __init__(self, settle_s: float = 0.3):
         self.peers = FakePeers()
         self.commands: list[Command] = []
-        self.handovers = Handovers(WriterLedger(NUM_RANKS), self.peers, self.commands.append)
+        self.handovers = Handovers(WriterLedger(NUM_RANKS), self.peers, self.commands.append, PrefillMetrics("p"))
         self.settle_s = settle_s
 
     def open(self, transfer_id: int, *, begin: bool = True) -> PrefillCall:
@@ -68,7 +69,7 @@ class Bench:
         output = worker_pb2.SequenceOutput(internal_id=call.key, token_ids=[5])
         if finish:
             output.finish.reason = 2
-        call.on_first_token(FirstToken(output, 5, None, 0.01))
+        call.on_first_token(FirstToken(output, 5, None, 0.01, 8))
 
     def report(self, transfer_id: int, rank: int, error: str = "") -> None:
         report = worker_pb2.PushReport(transfer_id=transfer_id, rank=rank, error=error, error_status="INTERNAL" if error else "")

@@ -28,6 +28,7 @@ class LocalCluster:
     router: str
     checkpoint: Path
     config: Config
+    metrics: str  # host:port of the controller's
 
 
 def cluster_config(checkpoint: Path, **changes) -> Config:
@@ -52,7 +53,7 @@ def running_cluster(name: str, folder: Path, config: Config):
     os.environ["TANDEM_STATE_DIR"] = str(folder)
     try:
         state = bring_up(config, name)
-        yield LocalCluster(name, str(state.router_address), config.model.path, config)
+        yield LocalCluster(name, str(state.router_address), config.model.path, config, str(state.metrics_address))
     finally:
         take_down(name)
         del os.environ["TANDEM_STATE_DIR"]

@@ -266,9 +266,9 @@ async def test_missing_content_and_repairs_are_flagged_and_counted(start):
     choice = (await stack.http.post("/v1/chat/completions", json=body())).json()["choices"][0]
     assert choice["message"]["content"] == ""
     assert choice["tandem"] == {"content_missing": True, "repairs": {"extra_stop": 2}}
-    metrics = (await stack.http.get("/metrics")).text
-    assert 'harmony_repair_total{kind="extra_stop"} 2.0' in metrics
-    assert "frontend_content_missing_total 1.0" in metrics
+    metrics = await stack.metrics()
+    assert 'tandem_frontend_harmony_repairs_total{kind="extra_stop"} 2.0' in metrics
+    assert "tandem_frontend_content_missing_total 1.0" in metrics
 
 
 @pytest.mark.parametrize("parallel", [False, True])

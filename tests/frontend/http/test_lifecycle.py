@@ -71,7 +71,7 @@ async def test_more_streams_than_the_limit_are_429(start, ids_of):
     stack = await start(slow(ids_of, 60), settings=FrontendSettings(max_streams=3))
     responses = await asyncio.gather(*(stack.http.post(CHAT, json=body(stream=True)) for _ in range(8)))
     assert sorted(response.status_code for response in responses) == [200] * 3 + [429] * 5
-    assert "frontend_running_requests 0.0" in (await stack.http.get("/metrics")).text
+    assert "tandem_frontend_running_requests 0.0" in await stack.metrics()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,9 +89,9 @@ async def test_a_client_that_leaves_frees_its_request(start, ids_of, path: str, 
     client.cancel()
     await stack.until_idle(within_s=1.0)
     assert stack.router.num_cancelled == 1
-    metrics = (await stack.http.get("/metrics")).text
-    assert "frontend_client_disconnects_total 1.0" in metrics
-    assert "frontend_running_requests 0.0" in metrics
+    metrics = await stack.metrics()
+    assert "tandem_frontend_client_disconnects_total 1.0" in metrics
+    assert "tandem_frontend_running_requests 0.0" in metrics
 
 
 @pytest.mark.parametrize(

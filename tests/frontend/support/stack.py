@@ -28,6 +28,11 @@ class Stack:
     url: str
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+    metrics_address: str
+
+    async def metrics(self) -> str:
+        async with httpx.AsyncClient() as scraper:
+            return (await scraper.get(f"http://{self.metrics_address}/metrics")).text
 
     async def until_idle(self, within_s: float = 2.0) -> None:
         """Waits until the router has no open request; fails if it still has one."""
@@ -56,7 +61,7 @@ async def running_stack(
                 httpx.AsyncClient(base_url=url, headers=auth, timeout=30) as http,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as client,
             ):
-                yield Stack(router, server, app.state.service, url, http, client)
+                yield Stack(router, server, app.state.service, url, http, client, app.state.metrics_address)
         finally:
             server.should_exit = True
             await serving
