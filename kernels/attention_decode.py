@@ -17,20 +17,22 @@ from kernels.reference import paged_attention_ref
 
 BLOCK_SIZE, HEAD_DIM, MAX_GROUP = 16, 64, 8
 CHUNK_TOKENS, MAX_CHUNKS = 512, 64
+VARIANT = 3  # 0, 1: copy engine, one and two blocks a multiprocessor; 2, 3: copies by threads, turned against bank conflicts
 
 
 @dataclass(frozen=True)
 class SplitWorkspace:
     """Scratch of the full layers' kernel, shared by all layers of a step.
 
-    Shapes: cu_chunks [max_batch + 1] int32, written by `prepare_step`; partial_acc [items, 8, D], partial_stats [items, 8, 2] fp32
-    Shapes: arrived [max_batch * K * 4] int32, zero between launches
+    Shapes: cu_chunks [max_batch + 1] int32, written by `prepare_step`; partial_acc [items, 8 * D], partial_stats [items, 4, 8, 2] fp32
+    Shapes: arrived [max_batch * K * 4], tickets [2] int32, zero between launches
     """
 
     cu_chunks: Tensor
     partial_acc: Tensor
     partial_stats: Tensor
     arrived: Tensor
+    tickets: Tensor
 
     @classmethod
     def allocate(cls, max_batch: int, num_kv_heads: int, kv_tokens: int, device: torch.device | str) -> SplitWorkspace:
@@ -38,9 +40,10 @@ class SplitWorkspace:
         items = (kv_tokens // CHUNK_TOKENS + max_batch) * num_kv_heads
         return cls(
             torch.zeros(max_batch + 1, dtype=torch.int32, device=device),
-            torch.empty(items, MAX_GROUP, HEAD_DIM, dtype=torch.float32, device=device),
-            torch.empty(items, MAX_GROUP, 2, dtype=torch.float32, device=device),
+            torch.empty(items, MAX_GROUP * HEAD_DIM, dtype=torch.float32, device=device),
+            torch.empty(items, 4, MAX_GROUP, 2, dtype=torch.float32, device=device),
             torch.zeros(max_batch * num_kv_heads * 4, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
         )
 
 
@@ -104,7 +107,7 @@ def attention_full(
 def launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, *, window: int, sm_scale: float, group: int) -> None:
     """The launch alone; arguments as in `attention_sliding`, group = H / K."""
     cuda_library.call(
-        "attention_decode", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, q.shape[0],
+        "attention_sliding", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, q.shape[0],
         kv_pool.shape[2], group, block_table.shape[1], window, float(sm_scale),
     )  # fmt: skip
 
@@ -120,12 +123,13 @@ def launch_full(
     *,
     sm_scale: float,
     group: int,
+    variant: int = VARIANT,
 ) -> None:
     """The launch alone; arguments as in `attention_full`, group = H / K."""
     cuda_library.call(
-        "attention_decode", "tandem_attention_full", q, kv_pool, block_table, seq_lens, sink, out, workspace.cu_chunks,
-        workspace.partial_acc, workspace.partial_stats, workspace.arrived, q.shape[0], kv_pool.shape[2], group, block_table.shape[1],
-        float(sm_scale), cuda_library.multiprocessors(q.device.index or 0),
+        "attention_full", "tandem_attention_full", q, kv_pool, block_table, seq_lens, sink, out, workspace.cu_chunks,
+        workspace.partial_acc, workspace.partial_stats, workspace.arrived, workspace.tickets, q.shape[0], kv_pool.shape[2], group,
+        block_table.shape[1], float(sm_scale), cuda_library.multiprocessors(q.device.index or 0), variant,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.errors import KernelError, UnsupportedArch
 
 SOURCES = Path(__file__).parent / "cuda"
-NAMES = ("moe_decode", "dense_decode", "attention_decode", "decode_fused", "sampling")
+NAMES = ("moe_decode", "dense_decode", "attention_full", "attention_sliding", "decode_fused", "sampling")
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared", "-lineinfo")
 
 
@@ -35,7 +35,7 @@ def build(name: str) -> Path:
     if not Path(nvcc).exists():
         raise UnsupportedArch("the decode kernels are compiled at first use and nvcc is not on PATH; install the CUDA toolkit")
     digest = hashlib.sha256(" ".join((nvcc, *FLAGS)).encode())
-    for path in (SOURCES / "primitives.cuh", SOURCES / f"{name}.cu"):
+    for path in (*sorted(SOURCES.glob("*.cuh")), SOURCES / f"{name}.cu"):
         digest.update(path.read_bytes())
     folder = Path.home() / ".cache" / "tandem" / "kernels"
     target = folder / f"{name}-{digest.hexdigest()[:16]}.so"

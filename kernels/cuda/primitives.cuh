@@ -58,6 +58,23 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// The same in parts: the bytes to expect, before any copy of them; the copies, by any threads; then one arrival.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk_part(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// Asks for `bytes` (a multiple of 16) into L2. What other multiprocessors write there later is seen all the same.
+__device__ __forceinline__ void prefetch_bulk(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+// This thread's arrival once all of its `copy_async_16` so far are done.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(
