@@ -20,6 +20,7 @@ from kernels import cuda_library
 from kernels.reference import MXFP4_GROUP, experts_ref, mxfp4_dequant_ref
 
 UNIT_ROWS, UNIT_BYTES, CODE_BYTES = 32, 544, 512
+VARIANT = 1  # 0: scales to the weights before the product; 1: to the sums after it; 2: as 1, groups of 24 tokens
 MAX_SCALE = 128  # 2^1: the decoder multiplies by 2^(scale - 1), which must be a finite bf16
 # For each pair of columns (2 j, 2 j + 1) of a lane's eight: where the word keeps sign, exponent high, exponent low, mantissa of each
 # half, chosen so that one rotation (or one multiplication, for the last pair) brings all four to their places in bf16.
@@ -127,14 +128,14 @@ def experts_decode(
     return out
 
 
-def launch_experts(x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0) -> None:
+def launch_experts(x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0, variant: int | None = None) -> None:
     """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
         out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert, experts, float(alpha),
-        float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
+        float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0), VARIANT if variant is None else variant,
     )  # fmt: skip
 
 
