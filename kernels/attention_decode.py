@@ -65,12 +65,13 @@ def attention_sliding(
     *,
     window: int,
     sm_scale: float,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its last `window` keys.
 
     Shapes: q, out [B, H, D] bf16; kv_pool [N, 2, K, S, D] bf16; block_table [B, M] int32, oldest block first; sink [H] fp32
     Shapes: kv_start [B] int32: position of the table's first token; seq_lens [B] int32, counts the new token, 0 for a padded row
-    Units: window: keys visible, the query's own included; sm_scale: 1 / sqrt(head_dim)
+    Units: window: keys visible, the query's own included; sm_scale: 1 / sqrt(head_dim); ahead: a later kernel's weights, asked for into L2
     Returns: out; padded rows get zeros. The sink counts once, unscaled.
     Effects: one kernel; reads kv_pool only; no host sync; capturable. A row does not depend on the others, bit for bit.
     Raises: ShapeError
@@ -78,7 +79,7 @@ def attention_sliding(
     group = _check(q, kv_pool, block_table, "attention_sliding")
     if not cuda_library.runs(q):
         return _on_cpu(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window, sm_scale)
-    launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window=window, sm_scale=sm_scale, group=group)
+    launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window=window, sm_scale=sm_scale, group=group, ahead=ahead)
     return out
 
 
@@ -92,6 +93,7 @@ def attention_full(
     workspace: SplitWorkspace,
     *,
     sm_scale: float,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over all its keys. Shapes, effects and errors as in `attention_sliding`; tables start at position 0.
 
@@ -100,15 +102,15 @@ def attention_full(
     group = _check(q, kv_pool, block_table, "attention_full")
     if not cuda_library.runs(q):
         return _on_cpu(q, kv_pool, block_table, torch.zeros_like(seq_lens), seq_lens, sink, out, None, sm_scale)
-    launch_full(q, kv_pool, block_table, seq_lens, sink, out, workspace, sm_scale=sm_scale, group=group)
+    launch_full(q, kv_pool, block_table, seq_lens, sink, out, workspace, sm_scale=sm_scale, group=group, ahead=ahead)
     return out
 
 
-def launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, *, window: int, sm_scale: float, group: int) -> None:
+def launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, *, window: int, sm_scale: float, group: int, ahead=None) -> None:
     """The launch alone; arguments as in `attention_sliding`, group = H / K."""
     cuda_library.call(
-        "attention_sliding", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, q.shape[0],
-        kv_pool.shape[2], group, block_table.shape[1], window, float(sm_scale),
+        "attention_sliding", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, ahead,
+        cuda_library.nbytes(ahead), q.shape[0], kv_pool.shape[2], group, block_table.shape[1], window, float(sm_scale),
     )  # fmt: skip
 
 
@@ -123,13 +125,15 @@ def launch_full(
     *,
     sm_scale: float,
     group: int,
-    variant: int = VARIANT,
+    ahead: Tensor | None = None,
+    variant: int | None = None,
 ) -> None:
     """The launch alone; arguments as in `attention_full`, group = H / K."""
     cuda_library.call(
         "attention_full", "tandem_attention_full", q, kv_pool, block_table, seq_lens, sink, out, workspace.cu_chunks,
-        workspace.partial_acc, workspace.partial_stats, workspace.arrived, workspace.tickets, q.shape[0], kv_pool.shape[2], group,
-        block_table.shape[1], float(sm_scale), cuda_library.multiprocessors(q.device.index or 0), variant,
+        workspace.partial_acc, workspace.partial_stats, workspace.arrived, workspace.tickets, ahead, cuda_library.nbytes(ahead),
+        q.shape[0], kv_pool.shape[2], group, block_table.shape[1], float(sm_scale), cuda_library.multiprocessors(q.device.index or 0),
+        VARIANT if variant is None else variant,
     )  # fmt: skip
 
 

@@ -113,29 +113,45 @@ def experts_decode(
     out: Tensor,
     alpha: float,
     limit: float,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Every (token, expert) pair's output before the weighted sum.
 
     Shapes: x [B, C] bf16; expert_ids [B, k] int32, -1 for padded rows; hidden [B * k, I] bf16 scratch; out [B, k, C] bf16
     Shapes: arrived [2] int32, zero between launches
+    Units: ahead: a later kernel's weights, asked for into L2 at the end
     Returns: out; entries of experts that are not local, or -1, are left as they were
     Effects: one kernel that fills the device; no host sync; capturable. A pair's result does not depend on the other pairs, bit for bit.
     Raises: KernelError for a shape without instance
     """
     if not cuda_library.runs(x):
         return _experts_on_cpu(x, expert_ids, weights, out, alpha, limit)
-    launch_experts(x, expert_ids, weights, hidden, arrived, out, alpha=alpha, limit=limit)
+    launch_experts(x, expert_ids, weights, hidden, arrived, out, alpha=alpha, limit=limit, ahead=ahead)
     return out
 
 
-def launch_experts(x, expert_ids, weights: ExpertWeights, hidden, arrived, out, *, alpha: float, limit: float, blocks: int = 0, variant: int | None = None) -> None:
+def launch_experts(
+    x,
+    expert_ids,
+    weights: ExpertWeights,
+    hidden,
+    arrived,
+    out,
+    *,
+    alpha: float,
+    limit: float,
+    ahead: Tensor | None = None,
+    blocks: int = 0,
+    variant: int | None = None,
+) -> None:
     """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
-        out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert, experts, float(alpha),
-        float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0), VARIANT if variant is None else variant,
+        out, arrived, ahead, cuda_library.nbytes(ahead), tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
+        experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
+        VARIANT if variant is None else variant,
     )  # fmt: skip
 
 

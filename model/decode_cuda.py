@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError, NotSupportedError
 from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding
 from kernels.decode_fused import (
+    MAX_STREAMED_TOKENS,
     combine_norm,
     embed_norm,
     norm_route,
@@ -127,7 +128,8 @@ class _Scratch:
 
         hidden, k = config.hidden_size, config.experts_per_token
         q_heads = layer.qkv.shape[0] // config.head_dim - 2 * kv_heads
-        self.residual, self.normed, self.projected = bf16(rows, hidden), bf16(rows, hidden), bf16(rows, hidden)
+        vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
+        self.residual, self.normed, self.projected = bf16(rows, hidden), bf16(vocabulary_rows, hidden), bf16(rows, hidden)
         self.qkv, self.q = bf16(rows, layer.qkv.shape[0]), bf16(rows, q_heads, config.head_dim)
         self.attention = bf16(rows, q_heads, config.head_dim)
         self.hidden, self.pairs = bf16(rows * k, config.intermediate_size), bf16(rows, k, hidden)
@@ -137,7 +139,7 @@ class _Scratch:
         self.cos_sin = fp32(rows, config.head_dim // 2, 2)
         self.full_slots, self.sliding_slots = ints(rows), ints(rows)
         self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
-        self.logits = fp32(rows, vocab)
+        self.logits = fp32(vocabulary_rows, vocab)
         self.sampling = SamplingScratch.allocate(rows, device)
 
 
@@ -189,7 +191,7 @@ class CudaDecode:
     @property
     def logits(self) -> Tensor:
         """[max_batch, V] fp32 of the last step; rows past its bucket are stale."""
-        return self._scratch.logits
+        return self._scratch.logits[: self.inputs.seq_lens.shape[0]]
 
     @torch.no_grad()
     def step(self, rows: int, *, all_greedy: bool = True) -> None:
@@ -226,10 +228,11 @@ class CudaDecode:
                 num_local_experts=layer.experts.gate_up.shape[0],
                 normed=normed,
             )
-        logits = s.logits[:rows]
-        vocabulary_logits(normed, self._weights.lm_head, logits)
+        # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
+        vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
+        vocabulary_logits(s.normed[:vocabulary_rows], self._weights.lm_head, s.logits[:vocabulary_rows])
         sample_tokens(
-            logits,
+            s.logits[:rows],
             self._sampling_rows(rows),
             inputs.seq_lens[:rows],
             inputs.token_ids[:rows],
@@ -246,13 +249,14 @@ class CudaDecode:
         scale = self.config.head_dim**-0.5
         if sliding:
             tables, start = inputs.sliding_table[:rows], inputs.sliding_start[:rows]
-            attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=self.config.window_tokens, sm_scale=scale)
+            window = self.config.window_tokens
+            attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=window, sm_scale=scale, ahead=layer.o)
         else:
-            attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale)
+            attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale, ahead=layer.o)
         output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
 
     def _experts(self, index: int, layer: DecodeLayer, rows: int) -> None:
-        s, config = self._scratch, self.config
+        s, config, layers = self._scratch, self.config, self._weights.layers
         ids = s.expert_ids[:rows]
         norm_route(
             s.residual[:rows],
@@ -277,6 +281,7 @@ class CudaDecode:
             out=s.pairs[:rows],
             alpha=config.swiglu_alpha,
             limit=config.swiglu_limit,
+            ahead=layers[index + 1].qkv if index + 1 < len(layers) else None,
         )
 
     def _sampling_rows(self, rows: int) -> SamplingRows:

@@ -25,6 +25,7 @@ struct AttentionArgs {
   float2* partial_stats;       // [chunks * kv_heads, 4, 8]: maximum (base 2), sum
   int32_t* arrived;            // [batch, kv_heads, 4], zero before and after
   int32_t* tickets;            // [2]: items handed out, blocks that are done; zero before and after
+  Ahead ahead;
   int batch, kv_heads, group, table_stride;
   float sm_scale;
 };
@@ -155,6 +156,7 @@ __device__ __forceinline__ void copy_rounds(const AttentionArgs& a, Shared<WARPS
     }
     at = next_at, item = next, ids = next_ids;
   }
+  ask_ahead(a.ahead, blockIdx.x * 32 + lane, gridDim.x * 32);
   barrier_wait(s.empty + slot, parity);
   if (lane == 0) s.rounds[slot] = {-1, 0, 0, 0, 0, 1};
   if (!BULK) copy_async_arrive(s.full + slot);
@@ -327,13 +329,14 @@ int launch_attention(const AttentionArgs& a, int processors, void* stream) {
 // cu_chunks comes from tandem_prepare_step, which cuts with the same rule. partial_*: one entry a chunk and KV head.
 extern "C" int tandem_attention_full(const void* q, const void* kv_pool, const void* block_table, const void* seq_lens, const void* sink,
                                      void* out, const void* cu_chunks, void* partial_acc, void* partial_stats, void* arrived, void* tickets,
-                                     int batch, int kv_heads, int group, int table_stride, float sm_scale, int processors, int variant,
+                                     const void* ahead, int ahead_bytes, int batch, int kv_heads, int group, int table_stride, float sm_scale, int processors, int variant,
                                      void* stream) {
   if (group > kGroup || batch > kMaxBatch) return -1;
   const AttentionArgs a = {static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(kv_pool), static_cast<const int32_t*>(block_table),
                            static_cast<const int32_t*>(seq_lens), static_cast<const float*>(sink), static_cast<uint16_t*>(out),
                            static_cast<const int32_t*>(cu_chunks), static_cast<float4*>(partial_acc), static_cast<float2*>(partial_stats),
-                           static_cast<int32_t*>(arrived), static_cast<int32_t*>(tickets), batch, kv_heads, group, table_stride, sm_scale};
+                           static_cast<int32_t*>(arrived), static_cast<int32_t*>(tickets),
+                           {static_cast<const unsigned char*>(ahead), ahead_bytes}, batch, kv_heads, group, table_stride, sm_scale};
   switch (variant) {
     case 0: return launch_attention<8, 5, 1, true>(a, processors, stream);
     case 1: return launch_attention<4, 5, 2, true>(a, processors, stream);

@@ -1,5 +1,5 @@
 // bf16 matrix products for up to 16 tokens, bound by the weights' bytes: QKV with rotary embedding and K/V write, output projection with
-// residual, router with norm and top-k, and the vocabulary. Weights are plain row-major; each warp owns a slice of the columns, a block
+// residual, router with norm and top-k. Weights are plain row-major; each warp owns a slice of the columns, a block
 // adds its warps' sums in a fixed order. The first weights are asked for before the kernel ahead has finished.
 #include <type_traits>
 
@@ -26,9 +26,6 @@ struct QkvEpilogue {
 struct ResidualEpilogue {
   const uint16_t* residual;  // null to leave it out
   uint16_t* out;             // [tokens, rows], may be the residual itself
-};
-struct LogitsEpilogue {
-  float* out;  // [tokens, rows]
 };
 struct RouteEpilogue {
   const uint16_t* norm_weight;   // [columns]
@@ -73,11 +70,6 @@ __device__ __forceinline__ void finish(const ResidualEpilogue& e, const DenseArg
   }
   e.out[at] = bf16_from_float(top);
   e.out[at + 8] = bf16_from_float(bottom);
-}
-__device__ __forceinline__ void finish(const LogitsEpilogue& e, const DenseArgs& a, int tile, int row, int token, float top, float bottom) {
-  float* out = e.out + static_cast<size_t>(token) * a.tiles * 16 + tile * 16 + row;
-  out[0] = top;
-  out[8] = bottom;
 }
 __device__ __forceinline__ void finish(const RouteEpilogue& e, const DenseArgs& a, int tile, int row, int token, float top, float bottom) {
   float* out = e.logits + static_cast<size_t>(token) * a.tiles * 16 + tile * 16 + row;
@@ -323,11 +315,6 @@ extern "C" int tandem_projection(const void* x, const void* weights, const void*
                                  int columns, int tiles, int blocks, void* stream) {
   const ResidualEpilogue e = {static_cast<const uint16_t*>(residual), static_cast<uint16_t*>(out)};
   return launch_dense(dense_args(x, weights, bias, tokens, tiles), e, columns, blocks, stream);
-}
-
-extern "C" int tandem_logits(const void* x, const void* weights, void* out, int tokens, int columns, int tiles, int blocks, void* stream) {
-  const LogitsEpilogue e = {static_cast<float*>(out)};
-  return launch_dense(dense_args(x, weights, nullptr, tokens, tiles), e, columns, blocks, stream);
 }
 
 extern "C" int tandem_route(const void* x, const void* weights, const void* bias, const void* norm_weight, void* normed,

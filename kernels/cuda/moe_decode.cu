@@ -22,6 +22,7 @@ struct MoeArgs {
   Product product[2];         // gate/up with SwiGLU, down
   const int32_t* expert_ids;  // [pairs], global ids, -1 for none
   int32_t* arrived;           // [2], zero before and after
+  Ahead ahead;
   int pairs, first_expert, experts, first_phase, last_phase;
   float alpha, limit;
 };
@@ -370,6 +371,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
         at += tiles;
       }
     }
+    if (warp == 0 && a.last_phase == 1) ask_ahead(a.ahead, blockIdx.x * 32 + lane, gridDim.x * 32);
   }
   __syncthreads();
   if (threadIdx.x == 0 && a.first_phase == 0 && atomicAdd(a.arrived + 1, 1) == static_cast<int>(gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
@@ -392,14 +394,16 @@ int launch_moe(MoeArgs a, int blocks, void* stream) {
 
 // Returns a CUDA error code, or -1 for a shape that has no instance. `blocks` must all be resident at once.
 extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
-                                  const void* expert_ids, void* hidden, void* out, void* arrived, int tokens, int choices, int columns,
+                                  const void* expert_ids, void* hidden, void* out, void* arrived, const void* ahead,
+                                  int ahead_bytes, int tokens, int choices, int columns,
                                   int gate_up_tiles, int down_tiles, int first_expert, int experts, float alpha, float limit,
                                   int blocks, int variant, void* stream) {
   const Product first = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(gate_up), static_cast<const uint16_t*>(gate_up_bias),
                          static_cast<uint16_t*>(hidden), gate_up_tiles, choices, gate_up_tiles * 16};
   const Product second = {static_cast<const uint16_t*>(hidden), static_cast<const uint8_t*>(down), static_cast<const uint16_t*>(down_bias),
                           static_cast<uint16_t*>(out), down_tiles, 1, down_tiles * 32};
-  const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived), tokens * choices,
+  const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived),
+                     {static_cast<const unsigned char*>(ahead), ahead_bytes}, tokens * choices,
                      first_expert, experts, 0, 1, alpha, limit};
   if (a.pairs > kMaxPairs || experts > kMaxExperts || gate_up_tiles * 16 != columns) return -1;
 #ifdef TANDEM_EMULATE

@@ -128,6 +128,19 @@ int launch(void (*kernel)(Formal...), dim3 grid, int threads, int shared_bytes, 
 }
 #endif
 
+// What a later kernel will read, asked for into L2 while memory has little to do.
+struct Ahead {
+  const unsigned char* data;  // null for nothing
+  int bytes;
+};
+// Thread `at` of `threads` asks for its share.
+__device__ __forceinline__ void ask_ahead(const Ahead& ahead, int at, int threads) {
+  constexpr int kPiece = 4096;
+  if (!ahead.data) return;
+  for (int from = at * kPiece; from < ahead.bytes; from += threads * kPiece)
+    prefetch_bulk(ahead.data + from, ahead.bytes - from < kPiece ? ahead.bytes - from : kPiece);
+}
+
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 __device__ __forceinline__ float bf16_to_float(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }

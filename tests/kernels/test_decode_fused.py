@@ -84,13 +84,13 @@ def test_projection_matches_reference(emulated, tokens):  # noqa: F811
 
 def test_dense_rows_do_not_depend_on_the_batch(emulated):  # noqa: F811
     generator = torch.Generator().manual_seed(21)
-    x, weight = randn(generator, 16, C), randn(generator, 1024, C)
-    whole = torch.full((16, 1024), float("nan"))
-    fused.vocabulary_logits(x, weight, whole)
-    assert_close(whole, x.float() @ weight.float().t(), 1e-5)
+    x, weight, bias = randn(generator, 16, C), randn(generator, 1024, C), randn(generator, 1024)
+    whole = nans(16, 1024)
+    fused.launch_projection(x, weight, bias, None, whole)
+    assert_close(whole, x.float() @ weight.float().t() + bias.float())
     for first, last in ((0, 1), (3, 10)):
-        part = torch.full((last - first, 1024), float("nan"))
-        fused.vocabulary_logits(x[first:last].contiguous(), weight, part)
+        part = nans(last - first, 1024)
+        fused.launch_projection(x[first:last].contiguous(), weight, bias, None, part)
         assert torch.equal(part, whole[first:last])
 
 
