@@ -133,13 +133,17 @@ class GroupLink:
     async def call(self, method, request, timeout_s: float):
         """One unary call.
 
-        Raises: ServingError; also noted against the group where it is the group's fault
+        Raises: WorkerLost if it takes longer than `timeout_s`, which is the router's patience and not the client's deadline; ServingError;
+        also noted against the group where it is the group's fault
         """
         self.check_alive()
         try:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as exc:
-            error = from_rpc_error(exc, f"group {self.name}")
+            if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                error: ServingError = WorkerLost(f"group {self.name} did not answer within {timeout_s:g} s")
+            else:
+                error = from_rpc_error(exc, f"group {self.name}")
             self.note_failure(error)
             raise error from exc
         except asyncio.CancelledError:

@@ -329,6 +329,22 @@ async def test_a_decode_group_that_is_replaced_while_it_is_asked_for_room_costs_
         assert list(answer.completes) == [0]
 
 
+@pytest.mark.parametrize("spare", [False, True], ids=["alone", "another"])
+async def test_a_group_that_is_silent_when_asked_for_room_is_lost_and_not_the_clients_deadline(monkeypatch, spare):
+    monkeypatch.setattr("cluster.router.dispatch.UNARY_TIMEOUT_S", 0.2)
+    first, second = FakeDecodeGroup(group="a"), FakeDecodeGroup(group="b")
+    first.on_reserve = second.on_reserve = hang()
+    async with bed(FakePrefillGroup(), first, *([second] if spare else [])) as router:
+        request = asyncio.create_task(router.generate(request_of((3,), max_tokens=9)))
+        await until(lambda: first.calls or second.calls)
+        (second if first.calls else first).on_reserve = None
+        if spare:
+            assert (await request).tokens[0] == tokens_of((3,), 9)
+        else:
+            error = await ends_with(request, grpc.StatusCode.UNAVAILABLE, 5.0)
+            assert "did not answer within" in error.details()
+
+
 async def test_static_directory_finds_a_group_that_starts_late():
     prefill, decode = await FakePrefillGroup().start(), await FakeDecodeGroup().start()
     address = decode.address
