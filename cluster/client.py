@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from cluster.credentials import client_wire
 from cluster.state import load_state
 from common.errors import (
     CapacityError,
@@ -26,6 +27,8 @@ _ERRORS = {
     grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
     grpc.StatusCode.NOT_FOUND: ConfigError,
     grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.UNAUTHENTICATED: ConfigError,
+    grpc.StatusCode.PERMISSION_DENIED: ConfigError,
 }
 
 
@@ -45,8 +48,9 @@ def router_address(name: str, given: str | None) -> str:
 @contextmanager
 def router_stub(name: str, given: str | None) -> Iterator[router_pb2_grpc.RouterStub]:
     """Raises: ServingError of the kind that fits a gRPC status"""
-    with grpc.insecure_channel(router_address(name, given)) as channel, mapped_errors():
-        yield router_pb2_grpc.RouterStub(channel)
+    wire = client_wire(name)
+    with wire.blocking_channel(router_address(name, given)) as channel, mapped_errors():
+        yield wire.stub(router_pb2_grpc.RouterStub(channel))
 
 
 def scale_pool(name: str, pool: str, replicas: int) -> int:
@@ -54,8 +58,9 @@ def scale_pool(name: str, pool: str, replicas: int) -> int:
     state = load_state(name)
     if state is None or state.controller_address is None:
         raise ConfigError(f"no cluster {name!r} is up on this machine")
-    with grpc.insecure_channel(state.controller_address) as channel, mapped_errors():
-        stub = control_pb2_grpc.DirectoryStub(channel)
+    wire = client_wire(name)
+    with wire.blocking_channel(state.controller_address) as channel, mapped_errors():
+        stub = wire.stub(control_pb2_grpc.DirectoryStub(channel))
         return stub.Scale(control_pb2.ScaleRequest(pool=pool, replicas=replicas), timeout=10).replicas
 
 

@@ -17,12 +17,14 @@ import grpc
 from cluster.controller_metrics import ControllerMetrics, Target, group_target, targets_page
 from cluster.death_news import DeathNews
 from cluster.group import Group, GroupState
-from cluster.specs import plan_group
+from cluster.specs import plan_group, security_of
+from common.access import Role
 from common.config import Config, PoolNode
 from common.errors import ConfigError, ServingError
 from common.kv_layout import check_join
 from common.metrics_server import MetricsServer, Page, own_host
 from common.proto import control_pb2, control_pb2_grpc
+from common.wire import Wire
 from model.config import check_layout, load_model_config
 
 logger = logging.getLogger(__name__)
@@ -36,14 +38,14 @@ class Controller(control_pb2_grpc.DirectoryServicer):
     def __init__(self, config_json: str, key: bytes, device: str):
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._config = Config.model_validate_json(config_json)
-        self._key = key
+        self._wire = Wire(security_of(self._config), key)
         self._device = device
         self._pools = {pool.name: pool for pool in self._config.pools}
         self._wanted = {pool.name: pool.replicas.min for pool in self._config.pools}
         self._groups: dict[str, Group] = {}
         self._tasks: dict[str, asyncio.Task] = {}
         self._dead: deque[int] = deque(maxlen=KEPT_DEAD)
-        self._death_news = DeathNews(key)
+        self._death_news = DeathNews(self._wire)
         self._last_error: dict[str, str] = {}
         self._not_before: dict[str, float] = {}
         self._version = 0
@@ -61,10 +63,10 @@ class Controller(control_pb2_grpc.DirectoryServicer):
         Raises: ConfigError with every reason, before any process is started
         """
         check_pools(self._config)
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(interceptors=self._wire.guards({"Scale": Role.OPERATOR}, Role.INTERNAL))
         control_pb2_grpc.add_DirectoryServicer_to_server(self, self._server)
         host, _, _ = self._config.cluster.controller_listen.rpartition(":")
-        port = self._server.add_insecure_port(self._config.cluster.controller_listen)
+        port = self._wire.bind(self._server, self._config.cluster.controller_listen, internal=True)
         await self._server.start()
         self.metrics_address = await self._export(host)
         self._loop_task = asyncio.create_task(self._reconcile_forever())
@@ -176,7 +178,7 @@ class Controller(control_pb2_grpc.DirectoryServicer):
                 self._launch(pool)
 
     def _launch(self, pool: PoolNode) -> None:
-        group = Group(plan_group(self._config, pool, self._key, device=self._device), self._touch)
+        group = Group(plan_group(self._config, pool, self._wire.keys.current(), device=self._device), self._touch)
         self._groups[group.name] = group
         self._metrics.launched(pool.name)
         self._tasks[group.name] = asyncio.create_task(self._supervise(group))

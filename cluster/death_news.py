@@ -15,6 +15,7 @@ import grpc
 
 from common.auth import sign
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+from common.wire import Wire
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 2.0
@@ -22,10 +23,10 @@ KEPT = 1024
 
 
 class DeathNews:
-    """`key`: the cluster's, for signatures: the news frees memory."""
+    """The news frees memory, so it is signed with the cluster's key."""
 
-    def __init__(self, key: bytes, dead: Iterable[int] = ()):
-        self._key = key
+    def __init__(self, wire: Wire, dead: Iterable[int] = ()):
+        self._wire = wire
         self._dead: deque[int] = deque(dead, maxlen=KEPT)
         self._count = len(self._dead)  # of all that ever died
         self._heard: dict[int, int] = {}  # decode incarnation -> how many of them it knows
@@ -53,10 +54,10 @@ class DeathNews:
         count = self._count
         missing = min(count - self._heard.get(group.incarnation, 0), len(self._dead))
         request = worker_pb2.WritersDiedRequest(incarnations=list(self._dead)[len(self._dead) - missing :])
-        sign(request, self._key)
+        sign(request, self._wire.keys)
         try:
-            async with grpc.aio.insecure_channel(group.address) as channel:
-                await worker_pb2_grpc.DecodeGroupStub(channel).WritersDied(request, timeout=CALL_TIMEOUT_S)
+            async with self._wire.channel(group.address) as channel:
+                await self._wire.stub(worker_pb2_grpc.DecodeGroupStub(channel)).WritersDied(request, timeout=CALL_TIMEOUT_S)
             self._heard[group.incarnation] = count
         except grpc.aio.AioRpcError as exc:
             logger.info("decode group %s has not heard of %d deaths yet: %s", group.group, missing, exc.code().name)

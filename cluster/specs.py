@@ -8,6 +8,8 @@ from dataclasses import replace
 from common.config import Config, PoolNode
 from common.errors import ConfigError
 from common.rank_spec import RankSpec
+from common.tls import TlsFiles
+from common.wire import Security
 
 
 def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> RankSpec:
@@ -41,8 +43,19 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> Ra
         compute_dtype=config.cluster.compute_dtype,
         weights=pool.weights,
         vocab=str(config.model.vocab) if config.model.vocab else None,
+        security=security_of(config),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.group_port,
+    )
+
+
+def security_of(config: Config) -> Security:
+    tls = config.security.tls
+    return Security(
+        tls=TlsFiles(str(tls.ca_file), str(tls.cert_file), str(tls.key_file), tls.mutual, tls.peer_name) if tls else None,
+        key_file=str(config.cluster.key_file) if config.cluster.key_file else None,
+        tokens_file=str(config.security.tokens_file) if config.security.tokens_file else None,
+        requires_tokens=config.security.tokens_file is not None,
     )
 
 

@@ -18,9 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.controller import Controller, check_pools
 from cluster.local_ray import NAMESPACE, connect, start_local_ray
+from cluster.specs import security_of
 from cluster.state import ClusterState, clear_state, load_state, save_state, spawn, state_dir
 from common.config import Config
 from common.errors import ConfigError, ServingError, WorkerLost
+from common.keyring import Keyring
+from common.wire import Wire
 
 CONTROLLER = "tandem-controller"
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head alone
@@ -97,7 +100,7 @@ def _start_ray(config: Config, name: str, folder: Path) -> ClusterState:
 
 def start_controller(config: Config):
     """A new controller actor on the head node, where routers look for it; its `start` is the caller's to call."""
-    key = config.cluster.key_file.read_bytes() if config.cluster.key_file else secrets.token_bytes(32)
+    key = Keyring.of_file(config.cluster.key_file).current() if config.cluster.key_file else secrets.token_bytes(32)
     where = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
     actor = ray.remote(Controller).options(name=CONTROLLER, lifetime="detached", max_concurrency=64, **where)
     return actor.remote(config.model_dump_json(), key, device_of(config))
@@ -129,18 +132,19 @@ def _start_router(config: Config, state: ClusterState, folder: Path) -> ClusterS
     command = [sys.executable, "-m", "cluster.cli", "router", "--config", str(config_file)]
     command += ["--controller", str(state.controller_address), "--ready-file", str(ready)]
     process = spawn(command, log, _router_environment())
+    wire = Wire(security_of(config))
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not process.is_dead():
-        if ready.exists() and _is_serving(ready.read_text()):
+        if ready.exists() and _is_serving(ready.read_text(), wire):
             return state.model_copy(update={"router_process": process, "router_address": ready.read_text()})
         time.sleep(0.05)
     process.stop(2)
     raise WorkerLost(f"the router did not start: {' '.join(log.read_text().split())[-400:]}")
 
 
-def _is_serving(address: str) -> bool:
+def _is_serving(address: str, wire: Wire) -> bool:
     """Whether the router has found a pair of groups."""
-    with grpc.insecure_channel(address) as channel:
+    with wire.blocking_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="tandem.router.v1.Router")
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=2)

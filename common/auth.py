@@ -9,16 +9,17 @@ import hashlib
 import hmac
 
 from common.errors import KVTransferError
+from common.keyring import Key, ring_of
 
 
-def sign(message, key: bytes) -> None:
-    """Fills `message.mac` with HMAC-SHA256 over the type's name and all other fields."""
-    message.mac = _mac(message, key)
+def sign(message, key: Key) -> None:
+    """Fills `message.mac` with HMAC-SHA256 over the type's name and all other fields, by the current key."""
+    message.mac = _mac(message, ring_of(key).current())
 
 
-def verify(message, key: bytes) -> None:
-    """Raises: KVTransferError if the mac does not fit"""
-    if not hmac.compare_digest(message.mac, _mac(message, key)):
+def verify(message, key: Key) -> None:
+    """Raises: KVTransferError if the mac fits none of the keys"""
+    if not any(hmac.compare_digest(message.mac, _mac(message, one)) for one in ring_of(key).all()):
         raise KVTransferError(f"{message.DESCRIPTOR.name}: bad signature; do both sides share cluster.key_file?")
 
 

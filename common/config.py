@@ -116,10 +116,31 @@ class AutoscaleNode(Node):
 class ClusterNode(Node):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="activations; float32 for parity on a CPU")
-    key_file: Path | None = Field(default=None, description="secret that signs transfer messages; unset = made at start, per cluster")
+    key_file: Path | None = Field(
+        default=None, description="signs transfer messages; one key per line, the first signs; unset = made at start"
+    )
     controller_listen: str = Field(default="127.0.0.1:0", description="host:port of the controller's directory")
     ray_address: str | None = Field(default=None, description="existing Ray cluster; unset = start a local one")
     start_timeout_s: float = Field(default=300.0, gt=0)
+
+
+class TlsNode(Node):
+    """PEM files, the same paths on every host. They may be replaced at any time: new connections use the new ones."""
+
+    ca_file: Path = Field(description="whose certificates are believed")
+    cert_file: Path = Field(description="this host's certificate, with intermediate ones after it")
+    key_file: Path
+    mutual: Literal["all", "internal", "none"] = Field(
+        default="internal", description="who must show a certificate: also the router's clients; other processes of the cluster; nobody"
+    )
+    peer_name: str | None = Field(default=None, description="name that every server's certificate holds; unset = the host called")
+
+
+class SecurityNode(Node):
+    tls: TlsNode | None = Field(default=None, description="of all gRPC; unset = plain")
+    tokens_file: Path | None = Field(
+        default=None, description="YAML list of {token or sha256, name, role: client or operator}; set = no call without a token"
+    )
 
 
 class MetricsNode(Node):
@@ -139,6 +160,7 @@ class Config(Node):
     router: RouterNode = RouterNode()
     autoscale: AutoscaleNode = AutoscaleNode()
     cluster: ClusterNode = ClusterNode()
+    security: SecurityNode = SecurityNode()
     metrics: MetricsNode = MetricsNode()
 
     @field_validator("pools")
@@ -154,6 +176,8 @@ class Config(Node):
         for role in ("prefill", "decode"):
             if not any(pool.role == role for pool in self.pools):
                 raise ValueError(f"pools: no {role} pool; at least one of each role is needed")
+        if self.security.tokens_file is not None and self.cluster.key_file is None:
+            raise ValueError("security.tokens_file needs cluster.key_file: processes of the cluster prove themselves with that key")
         wanted = sum(pool.replicas.min * pool.layout.tp for pool in self.pools)
         if wanted > self.autoscale.gpu_budget:
             raise ValueError(f"pools want at least {wanted} GPUs, autoscale.gpu_budget is {self.autoscale.gpu_budget}")

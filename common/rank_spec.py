@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.wire import Security
+
 
 @dataclass(frozen=True)
 class RankSpec:
     """One rank of one group. All ranks of a group differ in `rank` and `listen_host` alone.
 
     `rendezvous`: host:port of the group's TCPStore, on rank 0's host; unused with tp 1. `incarnation`: random at each start of the
-    group. `key`: the cluster's secret for transfer messages. `kv_blocks` None: as many full-layer blocks as memory allows.
-    `metrics_port`: rank 0 takes this one or one of the next, any free one if 0.
+    group. `key`: the cluster's secret at the group's start; `security` says also where it is kept, if in a file that may change.
+    `kv_blocks` None: as many full-layer blocks as memory allows. `metrics_port`: rank 0 takes this one or one of the next, any free
+    one if 0.
     """
 
     pool: str
@@ -41,5 +44,6 @@ class RankSpec:
     weights: Literal["mxfp4", "fp8", "bf16"] = "mxfp4"
     listen_host: str = "127.0.0.1"
     vocab: str | None = None
+    security: Security = field(default_factory=Security)
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0

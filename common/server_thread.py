@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from common.access import Role
 from common.errors import ConfigError, ServingError
 from common.requests import MAX_MESSAGE_BYTES
+from common.wire import PLAIN, Wire
 
 T = TypeVar("T")
 GRPC_OPTIONS = (
@@ -26,9 +28,10 @@ GRPC_OPTIONS = (
 class ServerThread:
     """Bound by its constructor, serving from `serve` until `stop`. `address`: host:port that it listens at."""
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, wire: Wire = PLAIN):
         """Raises: ConfigError if nothing can listen on `host`"""
         self.loop = asyncio.new_event_loop()
+        self._wire = wire
         self._thread = threading.Thread(target=self._run, name="grpc", daemon=True)
         self._thread.start()
         try:
@@ -53,8 +56,8 @@ class ServerThread:
             self._end_thread()
 
     async def _bind(self, host: str) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=GRPC_OPTIONS)
-        return server, server.add_insecure_port(f"{host}:0")
+        server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=self._wire.guards({}, Role.INTERNAL))
+        return server, self._wire.bind(server, f"{host}:0", internal=True)
 
     async def _serve(self, register: Callable[[grpc.aio.Server], None]) -> None:
         register(self._server)

@@ -51,7 +51,7 @@ class DecodeExecutor:
         for grant in plan.grants:
             self._tables[grant.transfer_id] = BlockTables(tuple(grant.full_blocks), tuple(grant.sliding_ring))
             try:
-                self._receiver.grant(grant.transfer_id, grant.blocks, grant.num_tokens)
+                self._receiver.grant(grant.transfer_id, grant.blocks, grant.num_tokens, grant.key_id)
             except ServingError as exc:
                 reply.failures.add(transfer_id=grant.transfer_id, status=exc.grpc_status, message=exc.message)
         for transfer_id in plan.verifies:

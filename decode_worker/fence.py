@@ -14,6 +14,7 @@ import grpc
 from common.auth import sign
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.server_thread import GRPC_OPTIONS
+from common.wire import Channels, Wire
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 1.0
@@ -22,11 +23,12 @@ _TIMEOUT_S = 1.0
 class Fences:
     """`on_stopped(transfer_id)` is called for each promise."""
 
-    def __init__(self, key: bytes, on_stopped: Callable[[int], None]):
-        self._key = key
+    def __init__(self, wire: Wire, on_stopped: Callable[[int], None]):
+        self._key = wire.keys
+        self._wire = wire
         self._on_stopped = on_stopped
         self._asking: dict[int, asyncio.Task] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(wire, GRPC_OPTIONS)
 
     def ask(self, transfer_id: int, writer: types_pb2.GroupDescription) -> None:
         """Returns at once; does nothing while an earlier call for the transfer is under way."""
@@ -38,17 +40,14 @@ class Fences:
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     async def _ask(self, transfer_id: int, writer: types_pb2.GroupDescription) -> None:
-        channel = self._channels.get(writer.address)
-        if channel is None:
-            channel = self._channels[writer.address] = grpc.aio.insecure_channel(writer.address, options=GRPC_OPTIONS)
         request = worker_pb2.FenceRequest(transfer_id=transfer_id, incarnation=writer.incarnation)
         sign(request, self._key)
+        stub = self._wire.stub(worker_pb2_grpc.PrefillGroupStub(self._channels.get(writer.address)))
         try:
-            reply = await worker_pb2_grpc.PrefillGroupStub(channel).Fence(request, timeout=_TIMEOUT_S)
+            reply = await stub.Fence(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as exc:
             logger.warning("transfer %x: prefill group %s did not promise to stop: %s", transfer_id, writer.group, exc.code().name)
             return

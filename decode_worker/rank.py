@@ -86,7 +86,7 @@ class DecodeRank:
         kv = KVCache(geometry, spec.tp, spec.rank, *blocks, spec.device, buffer.tensor())
         receiver = Receiver(
             PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank),
-            key=spec.key,
+            key=started.wire.keys,
             incarnation=spec.incarnation,
             listen_host=spec.listen_host,
             transports=self._transports,
@@ -104,7 +104,7 @@ class DecodeRank:
         description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
         def register(grpc_server) -> None:
-            self._service = DecodeService(description, self._commands, lambda: engine.load, spec.key, spec.lease_s)
+            self._service = DecodeService(description, self._commands, lambda: engine.load, started.wire, spec.lease_s)
             worker_pb2_grpc.add_DecodeGroupServicer_to_server(self._service, grpc_server)
 
         server.serve(register)
@@ -137,7 +137,7 @@ class DecodeRank:
             TransferLedger(spec.incarnation),
             started.geometry,
             template,
-            spec.key,
+            started.wire.keys,
             lambda transfer_id, writer: self._serving().fence(transfer_id, writer),
             metrics,
         )

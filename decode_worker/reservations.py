@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from common.auth import sign
 from common.errors import KVTransferError, LayoutMismatch, RemoteError, ServingError
+from common.keyring import Key, id_of, ring_of
 from common.kv_layout import KVGeometry, check_join
 from common.kv_proto import geometry_from_proto
 from common.process import is_known_dead
@@ -54,7 +55,7 @@ class Reservations:
         ledger: TransferLedger,
         geometry: KVGeometry,
         template: worker_pb2.Reservation,
-        key: bytes,
+        key: Key,
         fence: Fence,
         metrics: DecodeMetrics,
     ):
@@ -106,16 +107,19 @@ class Reservations:
             self._scheduler.release(transfer_id)
             raise
         blocks = self._handover_blocks(allotment, sequence.num_handed_over)
+        key_id = id_of(ring_of(self._key).current())
         self._plan.grants.add(
             transfer_id=transfer_id,
             num_tokens=sequence.num_handed_over,
             blocks=blocks,
             full_blocks=allotment.full.block_ids,
             sliding_ring=allotment.sliding.block_ids,
+            key_id=key_id,
         )
         reservation = worker_pb2.Reservation()
         reservation.CopyFrom(self._template)
         reservation.internal_id, reservation.transfer_id = sequence.internal_id, transfer_id
+        reservation.key_id = key_id
         reservation.blocks.extend(blocks)
         sign(reservation, self._key)
         self._open[transfer_id] = _Open(sequence, command.writer, reservation)

@@ -17,6 +17,7 @@ from common.auth import verify
 from common.errors import KVTransferError, PeerLost, ServingError, WorkerLost
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.server_thread import abort_with
+from common.wire import Wire
 from decode_worker import commands as cmd
 from decode_worker.fence import Fences
 from decode_worker.mailbox import Mailboxes
@@ -30,16 +31,16 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
         description: types_pb2.GroupDescription,
         commands: queue.SimpleQueue[cmd.Command],
         load: Callable[[], types_pb2.GroupLoad],
-        key: bytes,
+        wire: Wire,
         lease_s: float,
     ):
         self._description = description
         self._commands = commands
         self._load = load
-        self._key = key
+        self._key = wire.keys
         self._loop = asyncio.get_running_loop()
         self._mailboxes = Mailboxes(lease_s, lambda router_id: commands.put(cmd.RouterGone(router_id)))
-        self._fences = Fences(key, lambda transfer_id: commands.put(cmd.WriterStopped(transfer_id)))
+        self._fences = Fences(wire, lambda transfer_id: commands.put(cmd.WriterStopped(transfer_id)))
         self._waiting: set[Future] = set()
         self._is_closed = False
 

@@ -49,8 +49,9 @@ class BlockMap:
 class Grant:
     """What one transfer may write on this rank."""
 
-    def __init__(self, view: PoolView, blocks: Sequence[worker_pb2.BlockList], num_tokens: int):
+    def __init__(self, view: PoolView, blocks: Sequence[worker_pb2.BlockList], num_tokens: int, key_id: int):
         self.num_tokens = num_tokens
+        self.key_id = key_id
         self.maps = {}
         for sliding in (False, True):
             wanted = view.geometry.handover_blocks(num_tokens, sliding=sliding) if view.pool(sliding=sliding).shape[0] else (0, 0)
@@ -71,10 +72,10 @@ class GrantTable:
         self._incarnation = incarnation
         self._grants: dict[int, Grant] = {}
 
-    def add(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int) -> None:
+    def add(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int, key_id: int = 0) -> None:
         if transfer_id in self._grants:
             raise KVTransferError(f"transfer {transfer_id:x} has a grant already")
-        self._grants[transfer_id] = Grant(self._view, blocks, num_tokens)
+        self._grants[transfer_id] = Grant(self._view, blocks, num_tokens, key_id)
 
     def get(self, transfer_id: int) -> Grant:
         """Raises: KVTransferError if there is none"""

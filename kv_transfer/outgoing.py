@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import KVTransferError, ServingError
+from common.keyring import Key, digest_secret
 from common.kv_layout import DTYPE_BYTES, KVGeometry, PushPair, check_join, plan_pairs
 from common.proto import types_pb2, worker_pb2
 from kernels.digest import MASK, DigestKey
@@ -50,7 +51,7 @@ class Outgoing:
     Raises: LayoutMismatch if the two groups' KV can't be joined; KVTransferError if the reservation does not hold the prompt
     """
 
-    def __init__(self, view: PoolView, key: bytes, reservation: worker_pb2.Reservation, num_tokens: int, deadline_s: float):
+    def __init__(self, view: PoolView, key: Key, reservation: worker_pb2.Reservation, num_tokens: int, deadline_s: float):
         geometry, tp_size = _geometry(reservation.kv), reservation.layout.tp
         check_join(view.geometry, view.tp_size, geometry, tp_size)
         if num_tokens < 1:
@@ -69,7 +70,7 @@ class Outgoing:
             self.maps[slides] = BlockMap(reservation.blocks, first, count, sliding=slides)
         row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
         shape = {"row_bytes": row_bytes, "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
-        self.digest_key = DigestKey.derive(key, self.transfer_id, num_tokens=num_tokens, **shape)
+        self.digest_key = DigestKey.derive(digest_secret(key, reservation.key_id), self.transfer_id, num_tokens=num_tokens, **shape)
         self._next_token = [g.handover_blocks(num_tokens, sliding=slides)[0] * g.block_size_tokens for slides in g.sliding]
         self._bytes = [0] * tp_size
         self._digests = [0] * tp_size

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
+from common.keyring import Key, digest_secret
 from common.kv_layout import DTYPE_BYTES
 from common.proto import worker_pb2
 from kernels.digest import MASK, DigestKey, kv_digest
@@ -45,7 +46,7 @@ class Receiver:
         self,
         view: PoolView,
         *,
-        key: bytes,
+        key: Key,
         incarnation: int,
         listen_host: str,
         transports: tuple[str, ...],
@@ -82,13 +83,13 @@ class Receiver:
         """Returns: how prefill ranks reach this rank, in the order of `transports`"""
         return list(self._endpoints)
 
-    def grant(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int) -> None:
+    def grant(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int, key_id: int = 0) -> None:
         """Lets a transfer write the prompt's hand-over into these blocks.
 
-        Units: num_tokens: of the prompt; blocks may go on past it
+        Units: num_tokens: of the prompt; blocks may go on past it; key_id: of the key that digests are made with, 0 = the only one
         Raises: KVTransferError if blocks are missing, repeated or not in the pool, or the id has a grant already
         """
-        self._grants.add(transfer_id, blocks, num_tokens)
+        self._grants.add(transfer_id, blocks, num_tokens, key_id)
 
     def verify(self, transfer_id: int) -> VerifyResult:
         """What this rank holds for a transfer now. Takes about as long as reading the bytes twice.
@@ -99,7 +100,7 @@ class Receiver:
         g, heads = self._view.geometry, self._view.heads
         row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
         shape = {"row_bytes": row_bytes, "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
-        key = DigestKey.derive(self._key, transfer_id, num_tokens=grant.num_tokens, **shape)
+        key = DigestKey.derive(digest_secret(self._key, grant.key_id), transfer_id, num_tokens=grant.num_tokens, **shape)
         digest = expected = 0
         for layer, slides in enumerate(g.sliding):
             first, count = g.handover_blocks(grant.num_tokens, sliding=slides)

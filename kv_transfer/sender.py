@@ -22,6 +22,7 @@ import torch
 
 from common import auth
 from common.errors import KVTransferError, ServingError
+from common.keyring import Key
 from common.kv_layout import PushPair
 from common.proto import worker_pb2
 from kv_transfer.outgoing import Outgoing, PushResult
@@ -43,9 +44,7 @@ class Sender:
         idle_s: after which an unused link is closed
     """
 
-    def __init__(
-        self, view: PoolView, *, key: bytes, rank: int, preference: str = "auto", io_timeout_s: float = 10.0, idle_s: float = 60.0
-    ):
+    def __init__(self, view: PoolView, *, key: Key, rank: int, preference: str = "auto", io_timeout_s: float = 10.0, idle_s: float = 60.0):
         if rank != view.tp_rank:
             raise KVTransferError(f"rank {rank} was given the pools of rank {view.tp_rank}")
         self._view = view

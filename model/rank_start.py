@@ -12,6 +12,7 @@ from common.kv_proto import geometry_to_proto
 from common.proto import plan_pb2, types_pb2
 from common.rank_spec import RankSpec
 from common.server_thread import ServerThread
+from common.wire import Wire
 from model.build import BuildModel, BuiltModel
 from model.control import LeaderChannel
 from model.group import GroupLinks, RankWatch, open_group
@@ -24,6 +25,7 @@ class StartedRank:
     """Units: max_len: longest prompt + output [tokens]"""
 
     spec: RankSpec
+    wire: Wire
     links: GroupLinks
     built: BuiltModel
     geometry: KVGeometry
@@ -74,13 +76,14 @@ def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGe
     Raises: ServingError; then nothing is left open
     """
     torch.set_num_threads(1)
+    wire = Wire(spec.security, spec.key)
     links = open_group(spec)
     server = None
     try:
         built = build(spec, links.compute)
         geometry = built.config.kv_geometry(spec.block_size, spec.kv_dtype)
         max_len = min(spec.max_model_len, built.config.max_position)
-        server = ServerThread(spec.listen_host) if isinstance(links.control, LeaderChannel) else None
+        server = ServerThread(spec.listen_host, wire) if isinstance(links.control, LeaderChannel) else None
         facts = agree_on_memory(
             spec,
             links,
@@ -94,4 +97,4 @@ def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGe
         if server is not None:
             server.stop(0)
         raise
-    return StartedRank(spec, links, built, geometry, max_len, facts, server)
+    return StartedRank(spec, wire, links, built, geometry, max_len, facts, server)

@@ -11,14 +11,16 @@ from common.auth import sign
 from common.errors import PeerLost, RemoteError
 from common.proto import worker_pb2, worker_pb2_grpc
 from common.server_thread import GRPC_OPTIONS
+from common.wire import Channels, Wire
 
 CALL_TIMEOUT_S = 2.0
 
 
 class DecodePeers:
-    def __init__(self, key: bytes):
-        self._key = key
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, wire: Wire):
+        self._key = wire.keys
+        self._wire = wire
+        self._channels = Channels(wire, GRPC_OPTIONS)
 
     async def commit(self, address: str, request: worker_pb2.CommitRequest) -> None:
         """Raises: PeerLost if no answer came (ask again: commits are idempotent); RemoteError if the decode group refused"""
@@ -35,15 +37,10 @@ class DecodePeers:
         return await self._call(address, "Renew", request)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
     async def _call(self, address: str, method: str, request):
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
-        stub = worker_pb2_grpc.DecodeGroupStub(channel)
+        stub = self._wire.stub(worker_pb2_grpc.DecodeGroupStub(self._channels.get(address)))
         try:
             return await getattr(stub, method)(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as exc:

@@ -80,7 +80,7 @@ class PrefillRank:
         spec, geometry, facts = self.spec, started.geometry, started.facts
         kv = KVCache(geometry, spec.tp, spec.rank, facts.full_blocks, facts.sliding_blocks, spec.device)
         view = PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank)
-        sender = Sender(view, key=spec.key, rank=spec.rank, preference=spec.transport, io_timeout_s=spec.lease_s)
+        sender = Sender(view, key=started.wire.keys, rank=spec.rank, preference=spec.transport, io_timeout_s=spec.lease_s)
         return PrefillExecutor(started.built.ready(kv), kv, sender, spec.rank, spec.device, report)
 
     def _lead(self, started: StartedRank, control: LeaderChannel) -> types_pb2.GroupDescription:
@@ -122,12 +122,12 @@ class PrefillRank:
             vocab_size=config.vocab_size,
             eos_token_ids=frozenset(config.eos_token_ids),
             token_bytes=TokenBytes(Path(spec.vocab)).load().of if spec.vocab else None,
-            key=spec.key,
+            wire=started.wire,
             lease_s=spec.lease_s,
         )
 
     def _follow(self, started: StartedRank, control: FollowerChannel) -> None:
-        reporter = PushReporter(started.facts.leader_address)
+        reporter = PushReporter(started.facts.leader_address, started.wire)
         executor = self._executor(started, reporter.send)
         watch = started.watch(self._life)
 

@@ -11,6 +11,7 @@ import grpc
 
 from common.proto import worker_pb2, worker_pb2_grpc
 from common.server_thread import GRPC_OPTIONS
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
@@ -21,10 +22,11 @@ class PushReporter:
     """Queue of reports: producers are the transport threads and the rank's loop (`send`), consumer is the thread here. A report is sent
     until the leader has taken it: without it the leader can't let the decode group reuse its blocks."""
 
-    def __init__(self, leader_address: str):
+    def __init__(self, leader_address: str, wire: Wire = PLAIN):
         self._queue: queue.SimpleQueue[worker_pb2.PushReport | None] = queue.SimpleQueue()
-        self._channel = grpc.insecure_channel(leader_address, options=GRPC_OPTIONS)
-        self._stub = worker_pb2_grpc.PrefillGroupStub(self._channel)
+        self._leader_address = leader_address
+        self._wire = wire
+        self._connect()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="push-reports", daemon=True).start()
 
@@ -49,3 +51,9 @@ class PushReporter:
             except grpc.RpcError as exc:
                 logger.warning("report of transfer %x was not taken, trying again: %s", report.transfer_id, exc.code())
                 time.sleep(_RETRY_S)
+                self._channel.close()
+                self._connect()  # with the certificates of now
+
+    def _connect(self) -> None:
+        self._channel = self._wire.blocking_channel(self._leader_address, GRPC_OPTIONS)
+        self._stub = self._wire.stub(worker_pb2_grpc.PrefillGroupStub(self._channel))

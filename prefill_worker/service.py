@@ -20,6 +20,7 @@ from common.output import Output, stop_rules
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.requests import sampling_from_proto
 from common.server_thread import abort_with
+from common.wire import Wire
 from kv_transfer.writer_ledger import WriterLedger
 from model.sampling import SamplingState
 from prefill_worker.call import PrefillCall
@@ -41,7 +42,7 @@ class PrefillFacts:
     vocab_size: int
     eos_token_ids: frozenset[int]
     token_bytes: Callable[[int], bytes | None] | None
-    key: bytes
+    wire: Wire
     lease_s: float
 
 
@@ -52,7 +53,7 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
         self._engine = engine
         self._facts = facts
         self._loop = asyncio.get_running_loop()
-        self._peers = DecodePeers(facts.key)
+        self._peers = DecodePeers(facts.wire)
         self._handovers = Handovers(WriterLedger(len(facts.description.ranks)), self._peers, engine.commands.put, metrics)
         self._calls: dict[str, PrefillCall] = {}
         self._renewing = self._loop.create_task(self._handovers.renew_forever())
@@ -111,7 +112,7 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
 
     async def _checked(self, context, message) -> None:
         try:
-            verify(message, self._facts.key)
+            verify(message, self._facts.wire.keys)
         except KVTransferError as exc:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, exc.message)
 
@@ -122,7 +123,7 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
             raise InvalidRequestError("work.internal_id", f"{work.internal_id!r} is here already")
         reservation = task.reservation if task.HasField("reservation") else None
         if reservation is not None:
-            verify(reservation, self._facts.key)
+            verify(reservation, self._facts.wire.keys)
         call = PrefillCall(work.internal_id, reservation, self._handovers, self._engine.commands.put, self._settle_s(work))
         if reservation is not None:
             self._handovers.accept(reservation, call)

@@ -13,6 +13,7 @@ import grpc
 
 from cluster.router.groups import POLL_TIMEOUT_S, UNARY_TIMEOUT_S, GroupLink, Sink
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,9 @@ class DecodeLink(GroupLink):
     Own requests count as load from the moment they are attached; what the group reports beyond them belongs to other routers.
     """
 
-    def __init__(self, description: types_pb2.GroupDescription, router_id: str, on_change: Callable[[], None]):
-        super().__init__(description, on_change)
-        self.stub = worker_pb2_grpc.DecodeGroupStub(self.channel)
+    def __init__(self, description: types_pb2.GroupDescription, router_id: str, on_change: Callable[[], None], wire: Wire = PLAIN):
+        super().__init__(description, on_change, wire)
+        self.stub = wire.stub(worker_pb2_grpc.DecodeGroupStub(self.channel))
         self._router_id = router_id
         self._max_batch = description.max_batch
         self._frame_since_poll = False

@@ -13,6 +13,7 @@ from typing import Protocol
 import grpc
 
 from common.proto import control_pb2, control_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from common.wire import PLAIN, Channels, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +41,18 @@ class Directory(Protocol):
 class ControllerDirectory:
     """The controller's `Watch` stream. While the controller is away nothing new comes, and readers keep what they have."""
 
-    def __init__(self, address: str, router_id: str = "", metrics_address: str = ""):
+    def __init__(self, address: str, router_id: str = "", metrics_address: str = "", wire: Wire = PLAIN):
         """`router_id` and `metrics_address` are told to the controller, for scrapers to find this router."""
         self._address = address
+        self._channels = Channels(wire, CHANNEL_OPTIONS)
+        self._wire = wire
         self._request = control_pb2.WatchRequest(router_id=router_id, metrics_address=metrics_address)
 
     async def watch(self) -> AsyncGenerator[control_pb2.GroupSet, None]:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = control_pb2_grpc.DirectoryStub(channel)
-            away = False
+        away = False
+        try:
             while True:
+                stub = self._wire.stub(control_pb2_grpc.DirectoryStub(self._channels.get(self._address)))
                 call = stub.Watch(self._request)
                 try:
                     while True:
@@ -61,11 +64,14 @@ class ControllerDirectory:
                         yield group_set
                 except (grpc.RpcError, TimeoutError) as exc:
                     if not away:
-                        logger.warning("controller %s is away, keeping the last set: %s", self._address, type(exc).__name__)
+                        reason = exc.code().name if isinstance(exc, grpc.RpcError) else "silent"
+                        logger.warning("controller %s is away, keeping the last set: %s", self._address, reason)
                     away = True
                 finally:
                     call.cancel()
                 await asyncio.sleep(RETRY_S)
+        finally:
+            await self._channels.close()
 
 
 class StaticDirectory:

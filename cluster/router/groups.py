@@ -18,6 +18,7 @@ from cluster.router.directory import CHANNEL_OPTIONS
 from cluster.router.status import from_rpc_error, is_client_fault
 from common.errors import ServingError, WorkerLost
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,12 @@ class Sink(Protocol):
 class GroupLink:
     """What both roles share. `on_change` is called whenever health or load may have changed what this group can take."""
 
-    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None]):
+    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None], wire: Wire = PLAIN):
         self.description = description
         self.load = types_pb2.GroupLoad()
         self.lost: WorkerLost | None = None
         self.is_listed = True  # by the directory; running requests of a group that is not go on, new ones go elsewhere
-        self.channel = grpc.aio.insecure_channel(description.address, options=CHANNEL_OPTIONS)
+        self.channel = wire.channel(description.address, CHANNEL_OPTIONS)
         self._on_change = on_change
         self._answers = False
         self._strikes = 0
@@ -191,9 +192,9 @@ class GroupLink:
 class PrefillLink(GroupLink):
     """A prefill group and the requests it was given. Each counts until its first token: from then on only bytes travel."""
 
-    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None]):
-        super().__init__(description, on_change)
-        self.stub = worker_pb2_grpc.PrefillGroupStub(self.channel)
+    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None], wire: Wire = PLAIN):
+        super().__init__(description, on_change, wire)
+        self.stub = wire.stub(worker_pb2_grpc.PrefillGroupStub(self.channel))
         self._given: dict[object, float] = {}  # in order: predicted ms
         self._head_since_s = 0.0
         self._typical_ms = 0.0

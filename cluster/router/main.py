@@ -20,11 +20,13 @@ from cluster.router.generate import Generator
 from cluster.router.pools import Pools
 from cluster.router.queue import QueueLimits
 from cluster.router.server import RouterServer, RouterServicer, ServerFacts
+from cluster.specs import security_of
 from common.config import Config, PoolNode
 from common.errors import ConfigError
 from common.metrics_server import MetricsServer, own_host
 from common.proto import types_pb2
 from common.requests import ModelLimits
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +61,12 @@ class Router:
 
 async def serve(config: Config, controller_address: str, ready: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains. `ready` gets host:port as soon as it listens; health says when it can serve."""
-    router = build_router(config)
+    wire = Wire(security_of(config))
+    router = build_router(config, wire)
     exporter = MetricsServer(router.dispatcher.metrics.metrics, router.refresh_metrics)
     host, _, _ = config.router.listen.rpartition(":")
     metrics_address = await exporter.start(config.metrics.host, config.metrics.router_port, own_host(host))
-    directory = ControllerDirectory(controller_address, router.pools.router_id, metrics_address)
+    directory = ControllerDirectory(controller_address, router.pools.router_id, metrics_address, wire)
     try:
         await run_until_stopped(router, directory, config.router.listen, ready, config.router.drain_s)
     finally:
@@ -96,7 +99,7 @@ async def run_until_stopped(
         await router.pools.close()
 
 
-def build_router(config: Config) -> Router:
+def build_router(config: Config, wire: Wire = PLAIN) -> Router:
     """Must be called on a running loop. Raises: ConfigError"""
     facts = read_model_facts(config)
     node = config.router
@@ -106,6 +109,7 @@ def build_router(config: Config) -> Router:
         router_id=f"router-{secrets.token_hex(8)}",
         limits=QueueLimits(node.queue.max_requests, node.queue.max_prompt_tokens, node.queue.max_wait_s),
         usd_per_gpu_hour=config.prices.usd_per_gpu_hour,
+        wire=wire,
     )
     settings = DispatchSettings(
         latency_weight=node.objective.latency_weight,
@@ -122,7 +126,7 @@ def build_router(config: Config) -> Router:
     generator = Generator(dispatcher, limits, default_deadline_s=node.default_deadline_s, stream_buffer_tokens=node.stream_buffer_tokens)
     server_facts = ServerFacts(facts.name, facts.vocab_size, facts.eos_token_ids, importlib.metadata.version("tandem"), pools.router_id)
     servicer = RouterServicer(server_facts, dispatcher, generator, limits)
-    return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools))
+    return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools, wire))
 
 
 def read_model_facts(config: Config) -> ModelFacts:

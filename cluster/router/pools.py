@@ -21,6 +21,7 @@ from cluster.router.queue import QueueLimits, Ticket
 from common.errors import LayoutMismatch
 from common.kv_layout import check_join
 from common.proto import control_pb2, types_pb2
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Pools:
         router_id: str,
         limits: QueueLimits,
         usd_per_gpu_hour: float = 3.0,
+        wire: Wire = PLAIN,
     ):
         """`specs`: (role, spec) of the pools in the config; a pool that only the directory knows is priced at `usd_per_gpu_hour`."""
         self.profile = profile
@@ -43,6 +45,7 @@ class Pools:
         self.not_joinable: dict[tuple[str, str], str] = {}
         self.router_id = router_id
         self._limits = limits
+        self._wire = wire
         self._usd_per_gpu_hour = usd_per_gpu_hour
         self._pump_due = False
         self._closing: set[asyncio.Task] = set()
@@ -102,9 +105,9 @@ class Pools:
 
         link: GroupLink
         if role == types_pb2.ROLE_PREFILL:
-            link = PrefillLink(description, on_change)
+            link = PrefillLink(description, on_change, self._wire)
         else:
-            link = DecodeLink(description, self.router_id, on_change)
+            link = DecodeLink(description, self.router_id, on_change, self._wire)
         pool.take_spec(spec, self.profile)
         pool.links[description.group] = link
         pool.forget_health()

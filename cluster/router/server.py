@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import ClassVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,9 +22,11 @@ from cluster.router.multiplex import Multiplexer
 from cluster.router.pool import Pool
 from cluster.router.pools import Pools
 from cluster.router.status import abort
+from common.access import Role
 from common.errors import ConfigError, InvalidRequestError, ServingError, WorkerLost
 from common.proto import router_pb2, types_pb2
 from common.requests import ModelLimits, check_request, check_sampling
+from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +155,16 @@ def is_ready(pools: Pools) -> bool:
 
 
 class RouterServer:
-    """The listening server. `start`, then `drain` once."""
+    """The listening server. `start`, then `drain` once. `ROLES`: of the methods that more than a client's token is needed for."""
 
-    def __init__(self, servicer: RouterServicer, generator: Generator, pools: Pools):
+    ROLES: ClassVar[dict[str, Role]] = {"SetPoolState": Role.OPERATOR}
+
+    def __init__(self, servicer: RouterServicer, generator: Generator, pools: Pools, wire: Wire = PLAIN):
+        self._wire = wire
         self._generator = generator
         self._pools = pools
         self._health = health_aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=wire.guards(self.ROLES, Role.CLIENT))
         self._multiplexer = Multiplexer(generator.handle)
         self._server.add_generic_rpc_handlers((_handlers(servicer, generator, self._multiplexer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -170,7 +176,7 @@ class RouterServer:
     async def start(self, listen: str) -> str:
         """Returns: host:port that it listens on. Raises: ConfigError if the address can't be had"""
         try:
-            port = self._server.add_insecure_port(listen)
+            port = self._wire.bind(self._server, listen, internal=False)
         except RuntimeError as exc:
             raise ConfigError(f"can't listen on {listen}: {exc}") from exc
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)

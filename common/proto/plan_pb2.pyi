@@ -91,18 +91,20 @@ class PrefillReply(_message.Message):
     def __init__(self, error_status: _Optional[str] = ..., error_message: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("transfer_id", "num_tokens", "blocks", "full_blocks", "sliding_ring")
+    __slots__ = ("transfer_id", "num_tokens", "blocks", "full_blocks", "sliding_ring", "key_id")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FULL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLIDING_RING_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
     transfer_id: int
     num_tokens: int
     blocks: _containers.RepeatedCompositeFieldContainer[_worker_pb2.BlockList]
     full_blocks: _containers.RepeatedScalarFieldContainer[int]
     sliding_ring: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_worker_pb2.BlockList, _Mapping]]] = ..., full_blocks: _Optional[_Iterable[int]] = ..., sliding_ring: _Optional[_Iterable[int]] = ...) -> None: ...
+    key_id: int
+    def __init__(self, transfer_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_worker_pb2.BlockList, _Mapping]]] = ..., full_blocks: _Optional[_Iterable[int]] = ..., sliding_ring: _Optional[_Iterable[int]] = ..., key_id: _Optional[int] = ...) -> None: ...
 
 class DecodeRow(_message.Message):
     __slots__ = ("transfer_id", "token_id", "position")

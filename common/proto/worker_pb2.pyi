@@ -52,7 +52,7 @@ class RankEndpoints(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("internal_id", "transfer_id", "incarnation", "decode_address", "layout", "kv", "blocks", "ranks", "lease_ms", "mac")
+    __slots__ = ("internal_id", "transfer_id", "incarnation", "decode_address", "layout", "kv", "blocks", "ranks", "lease_ms", "key_id", "mac")
     INTERNAL_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Reservation(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
     internal_id: str
     transfer_id: int
@@ -72,8 +73,9 @@ class Reservation(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[BlockList]
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
     lease_ms: int
+    key_id: int
     mac: bytes
-    def __init__(self, internal_id: _Optional[str] = ..., transfer_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., decode_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., kv: _Optional[_Union[_types_pb2.KVGeometry, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockList, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, internal_id: _Optional[str] = ..., transfer_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., decode_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., kv: _Optional[_Union[_types_pb2.KVGeometry, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockList, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., key_id: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("work", "router_id", "writer")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from common.errors import ConfigError, KVTransferError, NotSupportedError
+from common.keyring import Key
 from common.proto import worker_pb2
 from kv_transfer.pool_view import PoolView
 from kv_transfer.transports import nixl
@@ -30,7 +31,7 @@ class LinkOpener:
     Raises: ConfigError for any other preference; NotSupportedError for "nixl" where it is not installed
     """
 
-    def __init__(self, view: PoolView, *, key: bytes, preference: str, io_timeout_s: float):
+    def __init__(self, view: PoolView, *, key: Key, preference: str, io_timeout_s: float):
         if preference not in ("auto", *PREFERENCE):
             raise ConfigError(f"transport {preference!r}: auto, {', '.join(PREFERENCE)} exist")
         self._view = view

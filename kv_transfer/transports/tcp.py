@@ -18,6 +18,7 @@ from collections import deque
 import numpy as np
 
 from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferTimeout
+from common.keyring import Key, ring_of
 from kv_transfer.pool_view import row_buffers, row_index, rows
 from kv_transfer.push import Push, Span
 from kv_transfer.transports import tcp_wire as wire
@@ -56,7 +57,7 @@ class TcpLink:
 
     transport = "tcp"
 
-    def __init__(self, detail: bytes, target: Target, *, key: bytes, io_timeout_s: float, deadline: Deadline):
+    def __init__(self, detail: bytes, target: Target, *, key: Key, io_timeout_s: float, deadline: Deadline):
         try:
             facts = json.loads(detail)
             address = (str(facts["host"]), int(facts["port"]))
@@ -128,12 +129,12 @@ class TcpLink:
             raise
         return sock
 
-    def _handshake(self, key: bytes, target: Target, deadline: Deadline) -> bytes:
+    def _handshake(self, key: Key, target: Target, deadline: Deadline) -> bytes:
         nonce, incarnation = wire.decode_hello(self._receive(wire.HELLO.size, deadline))
         if incarnation != target.incarnation:
             raise PeerLost(f"{self._name} was replaced: incarnation {incarnation:x}, expected {target.incarnation:x}")
         own_nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        session = wire.session_key(key, nonce, own_nonce, incarnation)
+        session = wire.session_key(ring_of(key).current(), nonce, own_nonce, incarnation)
         self._send([memoryview(wire.encode_join(own_nonce, session))], deadline)
         try:
             answer = self._receive(wire.REPLY.size + wire.MAC_BYTES, deadline)

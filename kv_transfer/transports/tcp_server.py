@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 
 from common.errors import KVTransferError
+from common.keyring import Key
 from kv_transfer.grants import GrantTable
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.sockets import wait_in_kernel
@@ -29,7 +30,7 @@ class TcpServer:
     Units: io_timeout_s: longest silence within a message or the handshake; between messages a connection may be idle for ever
     """
 
-    def __init__(self, grants: GrantTable, *, key: bytes, incarnation: int, host: str, max_block_bytes: int, io_timeout_s: float = 10.0):
+    def __init__(self, grants: GrantTable, *, key: Key, incarnation: int, host: str, max_block_bytes: int, io_timeout_s: float = 10.0):
         self._grants = grants
         self._key = key
         self._incarnation = incarnation

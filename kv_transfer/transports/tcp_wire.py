@@ -6,7 +6,7 @@
     sender -> receiver   PUSH     header with sequence 1, 2, ..., block ids, epochs, MAC, payload
     receiver -> sender   REPLY    magic, status, sequence, MAC
 
-MACs are made with the session key, HMAC(cluster key, both nonces, incarnation); that of a push covers all but the payload.
+MACs are made with the session key, HMAC(one of the cluster's keys, both nonces, incarnation); that of a push covers all but the payload.
 
 A message replayed on another connection fails its MAC, on the same one its sequence number. A payload is covered by the digest at commit.
 All integers little-endian.
@@ -23,6 +23,7 @@ from enum import IntEnum
 import numpy as np
 
 from common.errors import KVTransferError
+from common.keyring import Key, ring_of
 
 VERSION = 1
 MAC_BYTES = 32
@@ -34,6 +35,7 @@ HELLO = struct.Struct("<4sI16sQ")
 JOIN = struct.Struct("<4sI16s")
 PUSH = struct.Struct("<4sIQQQIIIHHHHQ")
 REPLY = struct.Struct("<4sIQ")
+_BAD_MAC = "bad MAC; do both sides share cluster.key_file?"
 _HELLO_MAGIC, _JOIN_MAGIC, _PUSH_MAGIC, _REPLY_MAGIC = b"TKVH", b"TKVJ", b"TKVP", b"TKVR"
 
 
@@ -92,7 +94,7 @@ def encode_join(nonce: bytes, session: bytes) -> bytes:
     return head + _mac(session, head)
 
 
-def decode_join(data: bytes, key: bytes, receiver_nonce: bytes, incarnation: int) -> bytes:
+def decode_join(data: bytes, key: Key, receiver_nonce: bytes, incarnation: int) -> bytes:
     """Returns: the session key
 
     Raises: MalformedMessage
@@ -100,9 +102,11 @@ def decode_join(data: bytes, key: bytes, receiver_nonce: bytes, incarnation: int
     head, mac = data[: JOIN.size], data[JOIN.size :]
     magic, version, nonce = JOIN.unpack(head)
     _check_magic(magic, _JOIN_MAGIC, version)
-    session = session_key(key, receiver_nonce, nonce, incarnation)
-    _check_mac(session, head, mac)
-    return session
+    for one in ring_of(key).all():
+        session = session_key(one, receiver_nonce, nonce, incarnation)
+        if hmac.compare_digest(_mac(session, head), mac):
+            return session
+    raise MalformedMessage(_BAD_MAC)
 
 
 def encode_push(session: bytes, sequence: int, header: PushHeader, ids: np.ndarray, epochs: np.ndarray) -> bytes:
@@ -163,7 +167,7 @@ def _mac(session: bytes, data: bytes) -> bytes:
 
 def _check_mac(session: bytes, data: bytes, mac: bytes) -> None:
     if not hmac.compare_digest(_mac(session, data), mac):
-        raise MalformedMessage("bad MAC; do both sides share cluster.key_file?")
+        raise MalformedMessage(_BAD_MAC)
 
 
 def _check_magic(magic: bytes, wanted: bytes, version: int) -> None:

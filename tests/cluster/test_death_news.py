@@ -9,6 +9,7 @@ import grpc
 from cluster.death_news import DeathNews
 from common.auth import verify
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
+from common.wire import Wire
 from tests.support.router_bed import until
 
 KEY = b"key of a cluster under test"
@@ -35,7 +36,7 @@ class Listener(worker_pb2_grpc.DecodeGroupServicer):
 
 
 async def test_every_decode_group_hears_of_each_death_also_if_it_was_away_or_starts_later():
-    news, first, second, late = DeathNews(KEY), Listener(1), Listener(2), Listener(3)
+    news, first, second, late = DeathNews(Wire(key=KEY)), Listener(1), Listener(2), Listener(3)
     prefill = types_pb2.GroupDescription(group="p", role=types_pb2.ROLE_PREFILL, incarnation=9, address="127.0.0.1:1")
     await first.start()
     await second.start()

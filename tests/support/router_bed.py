@@ -20,6 +20,7 @@ from cluster.router.queue import QueueLimits
 from cluster.router.server import RouterServer, RouterServicer, ServerFacts
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
 from common.requests import ModelLimits
+from common.wire import PLAIN, Wire
 from tests.support.fake_groups import FakeGroup
 from tests.support.pace import within
 
@@ -107,6 +108,7 @@ def make_router(
     model_limits: ModelLimits = LIMITS,
     router_id: str = "router-test",
     specs=(),
+    wire: Wire = PLAIN,
 ) -> Router:
     pools = Pools(profile or builtin_profile(None, on_cuda=False), specs, router_id=router_id, limits=limits or QueueLimits())
     dispatcher = Dispatcher(pools, settings or DispatchSettings(), seed=1)
@@ -115,11 +117,11 @@ def make_router(
     )
     facts = ServerFacts("fake", model_limits.vocab_size, (200002, 200012), "test", router_id)
     servicer = RouterServicer(facts, dispatcher, generator, lambda: model_limits)
-    return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools))
+    return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools, wire))
 
 
 @asynccontextmanager
-async def bed(*groups: FakeGroup, directory=None, **kwargs) -> AsyncIterator[Bed]:
+async def bed(*groups: FakeGroup, directory=None, token: str = "", **kwargs) -> AsyncIterator[Bed]:
     """Starts the groups that are not running yet and a router over them; takes everything down again."""
     for group in groups:
         if not group.address:
@@ -129,7 +131,8 @@ async def bed(*groups: FakeGroup, directory=None, **kwargs) -> AsyncIterator[Bed
     address = await router.server.start("127.0.0.1:0")
     try:
         async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
-            test_bed = Bed(router, address, channel, router_pb2_grpc.RouterStub(channel))
+            stub = Wire(token=token).stub(router_pb2_grpc.RouterStub(channel))
+            test_bed = Bed(router, address, channel, stub)
             if directory is None:
                 await test_bed.until_ready(len(groups))
             yield test_bed
