@@ -39,6 +39,7 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> Ra
         max_model_len=config.model.max_model_len,
         transport=config.kv.transport,
         lease_s=config.kv.lease_s,
+        router_lease_s=config.router.lease_s,
         device=device,
         compute_dtype=config.cluster.compute_dtype,
         weights=pool.weights,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from common.errors import KVTransferError
+from common.errors import Corrupted
 from common.keyring import Key, ring_of
 
 
@@ -18,9 +18,9 @@ def sign(message, key: Key) -> None:
 
 
 def verify(message, key: Key) -> None:
-    """Raises: KVTransferError if the mac fits none of the keys"""
+    """Raises: Corrupted if the mac fits none of the keys"""
     if not any(hmac.compare_digest(message.mac, _mac(message, one)) for one in ring_of(key).all()):
-        raise KVTransferError(f"{message.DESCRIPTOR.name}: bad signature; do both sides share cluster.key_file?")
+        raise Corrupted(f"{message.DESCRIPTOR.name}: bad signature; do both sides share cluster.key_file?")
 
 
 def _mac(message, key: bytes) -> bytes:

@@ -96,6 +96,24 @@ class ObjectiveNode(Node):
     latency_weight: float = Field(default=0.5, ge=0, le=1, description="1 buys speed, 0 saves money")
 
 
+class RetryNode(Node):
+    """A request whose group died is tried elsewhere, once by default. What pools may be asked in all keeps failures from multiplying."""
+
+    max_per_request: int = Field(default=1, ge=0, description="fresh attempts after a group died that had begun on the request")
+    ratio: float = Field(default=0.2, ge=0, description="retries that each request to a pool pays for")
+    burst: int = Field(default=256, ge=0, description="retries that a pool's groups may cause beyond that, all at once")
+    patience_s: float = Field(default=0.25, ge=0, description="a request waits so long for the first healthy group of a pool that has none")
+
+
+class LivenessNode(Node):
+    """When the router gives a group up. A group whose processes are gone is known by its broken connection, long before these times."""
+
+    poll_s: float = Field(default=0.2, gt=0, description="how often each group is asked for its load")
+    poll_timeout_s: float = Field(default=2.0, gt=0, description="a poll that is not answered by then counts as silence")
+    max_silent_polls: int = Field(default=4, ge=2, description="in a row, then the group is lost; after half as many it gets nothing new")
+    reconnect_s: float = Field(default=0.7, gt=0, description="a token stream that broke may come back within this time")
+
+
 class RouterNode(Node):
     listen: str = Field(default="127.0.0.1:50051", description="host:port of the gRPC server; port 0 = any free one")
     objective: ObjectiveNode = ObjectiveNode()
@@ -103,8 +121,10 @@ class RouterNode(Node):
     profile: Path | None = Field(default=None, description="file that `tandem sweep` wrote; unset = the built-in default")
     default_deadline_s: float = Field(default=600.0, gt=0, description="for requests whose client set none")
     stream_buffer_tokens: int = Field(default=4096, ge=64, description="tokens a slow client may lag behind before its request fails")
-    max_retries: int = Field(default=1, ge=0, description="fresh attempts after a group died, per request")
     drain_s: float = Field(default=120.0, ge=0, description="after SIGTERM running requests have so long to finish; then a typed error")
+    retry: RetryNode = RetryNode()
+    liveness: LivenessNode = LivenessNode()
+    lease_s: float = Field(default=3.0, gt=0, description="groups end the requests of a router whose token stream was away for this long")
 
 
 class AutoscaleNode(Node):

@@ -10,6 +10,8 @@
       KVTransferError
         TransferTimeout       the transfer's own deadline passed
         PeerLost              the other side is gone or was replaced
+        TransferGivenUp       one side has ended the transfer, the other goes on for a while
+        Corrupted             what arrived is not what was sent
         LayoutMismatch        two groups whose KV can't be joined, or bytes that are not what was promised
       WorkerError
         WorkerLost            a rank or group died
@@ -90,6 +92,14 @@ class TransferTimeout(KVTransferError):
 
 class PeerLost(KVTransferError):
     grpc_status = "UNAVAILABLE"
+
+
+class TransferGivenUp(KVTransferError):
+    grpc_status = "ABORTED"
+
+
+class Corrupted(KVTransferError):
+    grpc_status = "DATA_LOSS"
 
 
 class LayoutMismatch(KVTransferError):

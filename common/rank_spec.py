@@ -39,6 +39,7 @@ class RankSpec:
     max_model_len: int = 131072
     transport: str = "auto"
     lease_s: float = 10.0
+    router_lease_s: float = 3.0
     device: str = "cpu"
     compute_dtype: str = "float32"
     weights: Literal["mxfp4", "fp8", "bf16"] = "mxfp4"

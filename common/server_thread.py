@@ -19,6 +19,10 @@ from common.wire import PLAIN, Wire
 
 T = TypeVar("T")
 GRPC_OPTIONS = (
+    ("grpc.keepalive_time_ms", 1000),  # a peer whose host is gone says nothing: its streams end when it does not answer either
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", 4 * MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),

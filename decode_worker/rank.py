@@ -104,7 +104,7 @@ class DecodeRank:
         description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
         def register(grpc_server) -> None:
-            self._service = DecodeService(description, self._commands, lambda: engine.load, started.wire, spec.lease_s)
+            self._service = DecodeService(description, self._commands, lambda: engine.load, started.wire, spec.router_lease_s)
             worker_pb2_grpc.add_DecodeGroupServicer_to_server(self._service, grpc_server)
 
         server.serve(register)

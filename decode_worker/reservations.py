@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from common.auth import sign
-from common.errors import KVTransferError, LayoutMismatch, RemoteError, ServingError
+from common.errors import Corrupted, KVTransferError, LayoutMismatch, RemoteError, ServingError, TransferGivenUp
 from common.keyring import Key, id_of, ring_of
 from common.kv_layout import KVGeometry, check_join
 from common.kv_proto import geometry_from_proto
@@ -184,7 +184,7 @@ class Reservations:
         """A reservation that was given up before its grant was even in place is not told to anybody."""
         done = self._granting.pop(transfer_id)
         if self._scheduler.place(transfer_id) is not Place.RESERVED:
-            refuse(done, KVTransferError("the reservation was given up"))
+            refuse(done, TransferGivenUp("the reservation was given up"))
         elif failure is not None:
             refuse(done, RemoteError(failure.status, failure.message))
             self.abandon(transfer_id)  # nobody was told of it, so nobody writes
@@ -202,7 +202,7 @@ class Reservations:
             if admitted:
                 answer(done, None)
             else:
-                refuse(done, error or KVTransferError("the request was ended while its KV was being checked"))
+                refuse(done, error or TransferGivenUp("the request was ended while its KV was being checked"))
 
     def _carry_out(self, actions: list[Action]) -> None:
         sequences = {entry.sequence.internal_id: entry.sequence for entry in self._open.values()} if actions else {}
@@ -255,7 +255,7 @@ def _difference(request: worker_pb2.CommitRequest, results: list[plan_pb2.Verify
         return LayoutMismatch(f"commit for {len(request.bytes_per_rank)} decode ranks, there are {len(results)}")
     for rank, result in enumerate(results):
         if result.bytes != request.bytes_per_rank[rank]:
-            return KVTransferError(f"{request.bytes_per_rank[rank]} bytes of KV were promised, {result.bytes} arrived", rank=rank)
+            return Corrupted(f"{request.bytes_per_rank[rank]} bytes of KV were promised, {result.bytes} arrived", rank=rank)
         if result.digest != request.digest_per_rank[rank]:
-            return KVTransferError("the KV that arrived is not what was sent (digests differ)", rank=rank)
+            return Corrupted("the KV that arrived is not what was sent (digests differ)", rank=rank)
     return None

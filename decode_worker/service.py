@@ -32,14 +32,14 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
         commands: queue.SimpleQueue[cmd.Command],
         load: Callable[[], types_pb2.GroupLoad],
         wire: Wire,
-        lease_s: float,
+        router_lease_s: float,
     ):
         self._description = description
         self._commands = commands
         self._load = load
         self._key = wire.keys
         self._loop = asyncio.get_running_loop()
-        self._mailboxes = Mailboxes(lease_s, lambda router_id: commands.put(cmd.RouterGone(router_id)))
+        self._mailboxes = Mailboxes(router_lease_s, lambda router_id: commands.put(cmd.RouterGone(router_id)))
         self._fences = Fences(wire, lambda transfer_id: commands.put(cmd.WriterStopped(transfer_id)))
         self._waiting: set[Future] = set()
         self._is_closed = False
@@ -72,6 +72,8 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
         return worker_pb2.DrainReply()
 
     async def Reserve(self, request, context):
+        if request.incarnation:
+            await self._check_incarnation(context, request.incarnation)
         self._mailboxes.open(request.router_id)
         command = cmd.Reserve(request.work, request.router_id, request.writer)
         try:

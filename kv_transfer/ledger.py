@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from common.errors import KVTransferError, PeerLost, ServingError, TransferTimeout
+from common.errors import KVTransferError, PeerLost, ServingError, TransferGivenUp, TransferTimeout
 from common.proto import types_pb2, worker_pb2
 
 _COMMITTED_REMEMBERED = 4096  # for a commit that is sent again because its answer was lost
@@ -138,7 +138,7 @@ class TransferLedger:
         """The writer has finished and stopped.
 
         Returns: True: verify the bytes, then call `end_commit`; False: it was committed before, answer as then
-        Raises: PeerLost if meant for an earlier incarnation; KVTransferError if there is nothing to commit
+        Raises: PeerLost if meant for an earlier incarnation; TransferGivenUp if there is nothing to commit
         """
         if request.incarnation != self._incarnation:
             raise PeerLost(f"commit for incarnation {request.incarnation:x}, this is {self._incarnation:x}")
@@ -146,7 +146,7 @@ class TransferLedger:
             return False
         transfer = self._open.get(request.transfer_id)
         if transfer is None or transfer.state is not TransferState.RESERVED:
-            raise KVTransferError(f"transfer {request.transfer_id:x} is {self.state(request.transfer_id).value} and can't be committed")
+            raise TransferGivenUp(f"transfer {request.transfer_id:x} is {self.state(request.transfer_id).value} and can't be committed")
         transfer.state = TransferState.VERIFYING
         return True
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.errors import KVTransferError
+from common.errors import TransferGivenUp
 from common.proto import worker_pb2
 from kernels.digest import MASK
 
@@ -104,21 +104,21 @@ class WriterLedger:
     def accept(self, reservation: worker_pb2.Reservation, now: float) -> None:
         """A task has arrived; its lease is renewed from now on.
 
-        Raises: KVTransferError if the id was fenced, has ended, or is here already
+        Raises: TransferGivenUp if the id was fenced, has ended, or is here already
         """
         transfer_id = reservation.transfer_id
         if transfer_id in self._refused or transfer_id in self._open:
-            raise KVTransferError(f"transfer {transfer_id:x} was given up or is here already", request_id=reservation.internal_id)
+            raise TransferGivenUp(f"transfer {transfer_id:x} was given up or is here already", request_id=reservation.internal_id)
         self._open[transfer_id] = _Writing(reservation, now + self._renew_every_s(reservation))
 
     def start(self, transfer_id: int) -> None:
         """The ranks are about to be told to push.
 
-        Raises: KVTransferError if it was stopped or fenced meanwhile
+        Raises: TransferGivenUp if it was stopped or fenced meanwhile
         """
         writing = self._open.get(transfer_id)
         if writing is None or writing.state is not WriterState.WAITING:
-            raise KVTransferError(f"transfer {transfer_id:x} was given up before its prefill began")
+            raise TransferGivenUp(f"transfer {transfer_id:x} was given up before its prefill began")
         writing.state = WriterState.PUSHING
 
     def report(self, report: worker_pb2.PushReport) -> list[Action]:

@@ -30,10 +30,11 @@ class Attempt:
         self.work = work
         self.prefill = prefill
         self.decode = decode
-        self.failed_groups: frozenset[int] = frozenset()  # incarnations of those that may have failed the attempt
+        self.suspects: tuple[GroupLink, ...] = ()  # the groups that may have failed the attempt
         self._on_first_token = on_first_token
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[types_pb2.Finish] = self._loop.create_future()
+        self.has_begun = False  # a group has worked on it
         self._has_first = False
         self._handed_over = False
         self._decoding = False
@@ -65,7 +66,7 @@ class Attempt:
     def fail(self, error: ServingError, *suspects: GroupLink | None) -> None:
         """`suspects`: the groups that the error may be the fault of."""
         if not self._outcome.done():
-            self.failed_groups = frozenset(link.description.incarnation for link in suspects if link is not None)
+            self.suspects = tuple(link for link in suspects if link is not None)
             self._outcome.set_exception(error)
             self._outcome.exception()  # whoever gives the attempt up before `run` has no use for it
 
@@ -112,6 +113,7 @@ class Attempt:
         stamps = self.job.stamps
         kind = event.WhichOneof("event")
         if kind == "started":
+            self.has_begun = True
             stamps.started_s = self._loop.time()
         elif kind == "first_token":
             stamps.prefill_ms = event.first_token.prefill_ms

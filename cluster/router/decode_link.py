@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 import grpc
 
-from cluster.router.groups import POLL_TIMEOUT_S, UNARY_TIMEOUT_S, GroupLink, Sink
+from cluster.router.groups import DEFAULT_LIVENESS, UNARY_TIMEOUT_S, GroupLink, Liveness, Sink
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_S = 0.7  # a broken token stream may come back within this time
 RECONNECT_PAUSE_S = 0.05
 REMEMBERED_ABORTS = 4096
 
@@ -28,8 +27,16 @@ class DecodeLink(GroupLink):
     Own requests count as load from the moment they are attached; what the group reports beyond them belongs to other routers.
     """
 
-    def __init__(self, description: types_pb2.GroupDescription, router_id: str, on_change: Callable[[], None], wire: Wire = PLAIN):
-        super().__init__(description, on_change, wire)
+    def __init__(
+        self,
+        description: types_pb2.GroupDescription,
+        router_id: str,
+        on_change: Callable[[], None],
+        may_rest: Callable[[], bool] = lambda: True,
+        liveness: Liveness = DEFAULT_LIVENESS,
+        wire: Wire = PLAIN,
+    ):
+        super().__init__(description, on_change, may_rest, liveness, wire)
         self.stub = wire.stub(worker_pb2_grpc.DecodeGroupStub(self.channel))
         self._router_id = router_id
         self._max_batch = description.max_batch
@@ -84,7 +91,7 @@ class DecodeLink(GroupLink):
             logger.info("abort of %s on %s failed: %s", internal_id, self.name, exc.code())
 
     async def _get_load(self) -> types_pb2.GroupLoad:
-        return await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=POLL_TIMEOUT_S)
+        return await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=self._liveness.poll_timeout_s)
 
     def _wants_poll(self) -> bool:
         fresh, self._frame_since_poll = self._frame_since_poll, False
@@ -120,12 +127,13 @@ class DecodeLink(GroupLink):
                 self._take_load(frame.load)
 
     async def _comes_back(self) -> bool:
-        """Whether the same incarnation answers again before `RECONNECT_S` has passed."""
+        """Whether the same incarnation answers again before `reconnect_s` has passed."""
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + RECONNECT_S
+        reconnect_s = self._liveness.reconnect_s
+        give_up_s = loop.time() + reconnect_s
         while self.lost is None and loop.time() < give_up_s:
             try:
-                answer = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=RECONNECT_S / 2)
+                answer = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=reconnect_s / 2)
                 return answer.incarnation == self.description.incarnation
             except grpc.RpcError:
                 await asyncio.sleep(RECONNECT_PAUSE_S)

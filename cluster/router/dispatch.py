@@ -6,8 +6,10 @@ Owns the order of these steps and every decision about a failure. State of pools
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.correction import OutputLength
@@ -15,34 +17,38 @@ from cluster.cost_model import Shape
 from cluster.router import report
 from cluster.router.attempt import Attempt
 from cluster.router.choice import Aim, Decision, choose, explain
-from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
+from cluster.router.groups import UNARY_TIMEOUT_S, GroupLink, PrefillLink
 from cluster.router.job import Job
 from cluster.router.metrics import RouterMetrics
 from cluster.router.offers import decode_offers, prefill_offers, rank_decode
 from cluster.router.pool import DecodePool, MovedOn, PrefillPool, Waiter
 from cluster.router.pools import Pools
+from cluster.router.retry_budget import RetryLimits
 from cluster.router.status import StreamLost, is_retryable
 from common.errors import CapacityError, DeadlineError, OverloadedError, ServingError, WorkerLost
 from common.proto import types_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
+MOST_MOVES = 4  # times that a request may go on to another group because one was gone before it had begun: nothing was lost
 
 
 @dataclass(frozen=True)
 class DispatchSettings:
     latency_weight: float = 0.5
     max_wait_s: float = 30.0
-    max_retries: int = 1
+    retry: RetryLimits = field(default_factory=RetryLimits)
     max_model_len: int = 131072
 
 
 class _AttemptFailed(Exception):
-    """A group failed a job. `suspects`: incarnations of the groups that it may have been."""
+    """A group failed a job. `suspects`: the groups that it may have been; `had_begun`: whether one was at work on it."""
 
-    def __init__(self, error: ServingError, suspects: frozenset[int]):
+    def __init__(self, error: ServingError, suspects: Sequence[GroupLink], *, had_begun: bool):
         super().__init__(error.message)
         self.error = error
-        self.suspects = suspects
+        self.suspects = frozenset(link.description.incarnation for link in suspects)
+        self.pools = {(link.description.role, link.description.pool) for link in suspects}
+        self.had_begun = had_begun
 
 
 class _Shunned(NamedTuple):
@@ -118,25 +124,32 @@ class Dispatcher:
 
     async def _run(self, job: Job) -> None:
         shunned = _Shunned()
-        cause: ServingError | None = None
-        retries = 0
+        failure: _AttemptFailed | None = None
+        retries = moves = 0
         while True:
             job.attempts += 1
             try:
                 await self._one_attempt(job, shunned)
                 return
-            except _AttemptFailed as failure:
-                cause, suspects = failure.error, failure.suspects
+            except _AttemptFailed as exc:
+                failure = exc
             except ServingError as exc:
-                raise self._final(job, cause or exc) from exc
-            if isinstance(cause, CapacityError):  # nothing died: any group that was not asked yet may have room
-                shunned = shunned._replace(refused=shunned.refused | suspects)
-            elif is_retryable(cause) and retries < self._settings.max_retries:
-                retries += 1
-                shunned = shunned._replace(failed=shunned.failed | suspects)
+                raise self._final(job, failure.error if failure else exc) from exc
+            if isinstance(failure.error, CapacityError):  # nothing died: any group that was not asked yet may have room
+                shunned = shunned._replace(refused=shunned.refused | failure.suspects)
+            elif self._may_retry(failure, retries, moves):
+                retries, moves = retries + failure.had_begun, moves + (not failure.had_begun)
+                shunned = shunned._replace(failed=shunned.failed | failure.suspects)
             else:
-                raise self._final(job, cause) from cause
-            logger.info("request %s goes elsewhere after %d tokens: %s", job.request.label, len(job.tokens), cause.message)
+                raise self._final(job, failure.error) from failure.error
+            logger.info("request %s goes elsewhere after %d tokens: %s", job.request.label, len(job.tokens), failure.error.message)
+
+    def _may_retry(self, failure: _AttemptFailed, retries: int, moves: int) -> bool:
+        """Within the request's own counts, and within the budgets of the pools whose groups failed."""
+        is_spent = retries >= self._settings.retry.max_per_request if failure.had_begun else moves >= MOST_MOVES
+        if is_spent or not is_retryable(failure.error):
+            return False
+        return all(self.pools.set.of_role(role)[name].retries.take() for role, name in failure.pools)
 
     async def _one_attempt(self, job: Job, shunned: _Shunned) -> None:
         place = await self._place(job, shunned)
@@ -150,7 +163,7 @@ class Dispatcher:
             place.is_finished = True
         except ServingError as exc:
             if len(job.tokens) < job.max_tokens:
-                raise _AttemptFailed(exc, attempt.failed_groups) from exc
+                raise _AttemptFailed(exc, attempt.suspects, had_begun=attempt.has_begun) from exc
             # All tokens are out; only the word that it was the last is lost.
             finish = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH)
         finally:
@@ -169,7 +182,7 @@ class Dispatcher:
         until_s = min(job.deadline_s, since_s + self._settings.max_wait_s)
         again = job.attempts > 1
         while True:
-            decision, avoid = self._decide_without(job, shunned)
+            decision, avoid = await self._decide_patiently(job, shunned, min(until_s, since_s + self._settings.retry.patience_s))
             place = self._enqueue(job, decision, until_s, avoid, again)
             try:
                 async with asyncio.timeout_at(until_s):
@@ -187,6 +200,18 @@ class Dispatcher:
                 raise
             again = True
 
+    async def _decide_patiently(self, job: Job, shunned: _Shunned, until_s: float) -> tuple[Decision, frozenset[int]]:
+        """As `_decide_without`; while no pair has a healthy group, one may be about to appear."""
+        while True:
+            try:
+                return self._decide_without(job, shunned)
+            except WorkerLost:
+                if self._now() >= until_s:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    await self.pools.wait_for_change()
+
     def _decide_without(self, job: Job, shunned: _Shunned) -> tuple[Decision, frozenset[int]]:
         """Leaves out the groups that failed or refused the job; if that leaves nobody, those that failed get another chance: the fault may
         have been a peer's. Returns: the decision, and the incarnations it left out"""
@@ -200,6 +225,10 @@ class Dispatcher:
     def _enqueue(self, job: Job, decision: Decision, until_s: float, avoid: frozenset[int], again: bool) -> _Placement:
         pool = self.pools.set.prefill[decision.prefill.pool.spec.name]
         decode_pool = self.pools.set.decode[decision.decode.pool.spec.name] if decision.decode is not None else None
+        if not again:
+            for asked in (pool, decode_pool):
+                if asked is not None:
+                    asked.retries.note_request()
         waiter = Waiter(
             prompt_tokens=decision.shape.prompt,
             service_ms=decision.prefill.prefill_ms,
@@ -236,7 +265,9 @@ class Dispatcher:
         for link in rank_decode(pool.spec, links, shape, place.decision.seed):
             attempt.decode = link
             link.attach(work.internal_id, attempt, shape.prompt + shape.output // 2)
-            request = worker_pb2.ReserveRequest(work=work, router_id=self.pools.router_id, writer=prefill.description)
+            request = worker_pb2.ReserveRequest(
+                work=work, router_id=self.pools.router_id, writer=prefill.description, incarnation=link.description.incarnation
+            )
             try:
                 place.reservation = await link.call(link.stub.Reserve, request, UNARY_TIMEOUT_S)
                 pool.expected.pop(job, None)
@@ -245,7 +276,7 @@ class Dispatcher:
             except CapacityError:
                 link.detach(work.internal_id)
             except ServingError as exc:
-                failure = _AttemptFailed(exc, frozenset((link.description.incarnation,)))
+                failure = _AttemptFailed(exc, (link,), had_begun=False)
                 link.detach(work.internal_id)
                 link.abort(work.internal_id, "reservation failed")
             attempt.decode = None

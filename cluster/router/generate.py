@@ -108,7 +108,7 @@ class Generator:
         """Until the end of the stream. A failure of the stream also interrupts a write that the client does not read."""
         try:
             async with asyncio.timeout_at(deadline_s) as scope:
-                stream.on_failure = lambda: scope.reschedule(asyncio.get_running_loop().time())
+                stream.on_failure = lambda: _end_now(scope)
                 message = await stream.take()
                 if stream.route is not None:
                     await context.send_initial_metadata(((ROUTE_KEY, stream.route.SerializeToString()),))
@@ -143,6 +143,11 @@ class Generator:
                 Job(request, next(self._numbers), index, sampling, stream, deadline_s, Stamps(arrived_s), self.metrics.output_tokens)
             )
         return jobs
+
+
+def _end_now(scope: asyncio.Timeout) -> None:
+    if not scope.expired():  # else the deadline was faster
+        scope.reschedule(asyncio.get_running_loop().time())
 
 
 def _first(failures: ExceptionGroup[ServingError]) -> ServingError:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -22,9 +23,6 @@ from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
-POLL_TIMEOUT_S = 2.0
-SILENT_POLLS = (2, 4)  # polls in a row that ran out of time: no new requests from the first number on, lost at the second
 UNARY_TIMEOUT_S = 5.0
 STRIKES = 3  # failures in a row that are the group's own before it gets a rest
 REST_S = (0.5, 16.0)
@@ -37,6 +35,19 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+@dataclass(frozen=True)
+class Liveness:
+    """When a group is given up; see `router.liveness` in the config."""
+
+    poll_s: float = 0.2
+    poll_timeout_s: float = 2.0
+    max_silent_polls: int = 4
+    reconnect_s: float = 0.7
+
+
+DEFAULT_LIVENESS = Liveness()
+
+
 class Sink(Protocol):
     """One attempt, as a link sees it."""
 
@@ -45,15 +56,25 @@ class Sink(Protocol):
 
 
 class GroupLink:
-    """What both roles share. `on_change` is called whenever health or load may have changed what this group can take."""
+    """What both roles share. `on_change` is called whenever health or load may have changed what this group can take; `may_rest`
+    says whether the pool can spare the group for a while."""
 
-    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None], wire: Wire = PLAIN):
+    def __init__(
+        self,
+        description: types_pb2.GroupDescription,
+        on_change: Callable[[], None],
+        may_rest: Callable[[], bool] = lambda: True,
+        liveness: Liveness = DEFAULT_LIVENESS,
+        wire: Wire = PLAIN,
+    ):
         self.description = description
         self.load = types_pb2.GroupLoad()
         self.lost: WorkerLost | None = None
         self.is_listed = True  # by the directory; running requests of a group that is not go on, new ones go elsewhere
         self.channel = wire.channel(description.address, CHANNEL_OPTIONS)
         self._on_change = on_change
+        self._may_rest = may_rest
+        self._liveness = liveness
         self._answers = False
         self._strikes = 0
         self._rests = False
@@ -117,7 +138,7 @@ class GroupLink:
             self._poll_now.set()  # it may also mean that a peer of the group is gone; the group's own answer tells
             return
         self._strikes += 1
-        if self._strikes >= STRIKES:
+        if self._strikes >= STRIKES and not self._rests and self._may_rest():
             rest_s = min(REST_S[0] * 2 ** (self._strikes - STRIKES), REST_S[1])
             self._rests = True
             asyncio.get_running_loop().call_later(rest_s, self._rested)
@@ -164,7 +185,7 @@ class GroupLink:
             self._on_change()
 
     async def _poll_forever(self) -> None:
-        silent = 0
+        silent, liveness = 0, self._liveness
         while self.lost is None:
             try:
                 if self._wants_poll():
@@ -173,13 +194,13 @@ class GroupLink:
                 silent = 0
             except grpc.RpcError as exc:
                 silent = silent + 1 if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED else 0
-                if not 0 < silent < SILENT_POLLS[0]:
+                if silent == 0 or silent >= liveness.max_silent_polls / 2:
                     self._set_answers(False)
-                if silent >= SILENT_POLLS[1]:
-                    self.lose(f"silent for {silent * POLL_TIMEOUT_S:.0f} s")
+                if silent >= liveness.max_silent_polls:
+                    self.lose(f"silent for {silent * liveness.poll_timeout_s:.0f} s")
             self._poll_now.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(liveness.poll_s):
                     await self._poll_now.wait()
 
     def _wants_poll(self) -> bool:
@@ -192,8 +213,15 @@ class GroupLink:
 class PrefillLink(GroupLink):
     """A prefill group and the requests it was given. Each counts until its first token: from then on only bytes travel."""
 
-    def __init__(self, description: types_pb2.GroupDescription, on_change: Callable[[], None], wire: Wire = PLAIN):
-        super().__init__(description, on_change, wire)
+    def __init__(
+        self,
+        description: types_pb2.GroupDescription,
+        on_change: Callable[[], None],
+        may_rest: Callable[[], bool] = lambda: True,
+        liveness: Liveness = DEFAULT_LIVENESS,
+        wire: Wire = PLAIN,
+    ):
+        super().__init__(description, on_change, may_rest, liveness, wire)
         self.stub = wire.stub(worker_pb2_grpc.PrefillGroupStub(self.channel))
         self._given: dict[object, float] = {}  # in order: predicted ms
         self._head_since_s = 0.0
@@ -237,6 +265,6 @@ class PrefillLink(GroupLink):
 
     async def _get_load(self) -> types_pb2.GroupLoad:
         own_before = len(self._given)
-        load = await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=POLL_TIMEOUT_S)
+        load = await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=self._liveness.poll_timeout_s)
         self._foreign = max(0, load.running + load.waiting - max(own_before, len(self._given)))
         return load

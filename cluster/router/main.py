@@ -17,8 +17,10 @@ from cluster.profile import Profile, builtin_profile, load_profile
 from cluster.router.directory import ControllerDirectory, Directory
 from cluster.router.dispatch import Dispatcher, DispatchSettings
 from cluster.router.generate import Generator
+from cluster.router.groups import Liveness
 from cluster.router.pools import Pools
 from cluster.router.queue import QueueLimits
+from cluster.router.retry_budget import RetryLimits
 from cluster.router.server import RouterServer, RouterServicer, ServerFacts
 from cluster.specs import security_of
 from common.config import Config, PoolNode
@@ -103,18 +105,21 @@ def build_router(config: Config, wire: Wire = PLAIN) -> Router:
     """Must be called on a running loop. Raises: ConfigError"""
     facts = read_model_facts(config)
     node = config.router
+    retry = RetryLimits(**node.retry.model_dump())
     pools = Pools(
         profile_of(config, facts),
         [(_role(pool), spec_of_node(config, pool)) for pool in config.pools],
         router_id=f"router-{secrets.token_hex(8)}",
         limits=QueueLimits(node.queue.max_requests, node.queue.max_prompt_tokens, node.queue.max_wait_s),
+        liveness=Liveness(**node.liveness.model_dump()),
+        retry=retry,
         usd_per_gpu_hour=config.prices.usd_per_gpu_hour,
         wire=wire,
     )
     settings = DispatchSettings(
         latency_weight=node.objective.latency_weight,
         max_wait_s=node.queue.max_wait_s,
-        max_retries=node.max_retries,
+        retry=retry,
         max_model_len=config.model.max_model_len,
     )
     dispatcher = Dispatcher(pools, settings, seed=secrets.randbits(63))

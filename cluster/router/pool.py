@@ -18,6 +18,7 @@ from cluster.router.choice import Exclusion, Out
 from cluster.router.decode_link import DecodeLink
 from cluster.router.groups import GroupLink, PrefillLink
 from cluster.router.queue import PrefillQueue, QueueLimits, Ticket, wait_until_free_ms
+from cluster.router.retry_budget import RetryBudget
 from common.kv_layout import KVGeometry
 from common.proto import router_pb2, types_pb2
 
@@ -40,7 +41,8 @@ class Waiter(Ticket):
 class Pool(Generic[Link]):
     """What both roles share. Links are keyed by group name; a replaced incarnation gets a new link."""
 
-    def __init__(self, spec: PoolSpec, role: types_pb2.Role, prepared: PreparedPool):
+    def __init__(self, spec: PoolSpec, role: types_pb2.Role, prepared: PreparedPool, retries: RetryBudget):
+        self.retries = retries
         self.spec = spec
         self.role = role
         self.prepared = prepared
@@ -61,6 +63,11 @@ class Pool(Generic[Link]):
     def forget_health(self) -> None:
         self._healthy = None
 
+    def may_rest(self) -> bool:
+        """Whether a group that fails can be spared: at least half of those listed must still take requests without it."""
+        listed = [link for link in self.links.values() if link.is_listed and link.lost is None]
+        return 2 * (sum(link.can_take for link in listed) - 1) >= len(listed)
+
     def take_spec(self, spec: PoolSpec, profile: Profile) -> None:
         """A group says what it is. The pool is as large as its smallest group."""
         if self.links and self.spec.capacity_tokens:
@@ -80,8 +87,8 @@ class Pool(Generic[Link]):
 
 
 class PrefillPool(Pool[PrefillLink]):
-    def __init__(self, spec: PoolSpec, profile: Profile, limits: QueueLimits):
-        super().__init__(spec, types_pb2.ROLE_PREFILL, prepare_prefill(profile, spec))
+    def __init__(self, spec: PoolSpec, profile: Profile, retries: RetryBudget, limits: QueueLimits):
+        super().__init__(spec, types_pb2.ROLE_PREFILL, prepare_prefill(profile, spec), retries)
         self.queue = PrefillQueue(limits)
         self.correction = SizeCorrection()
         self.dispatch = Delay()
@@ -95,8 +102,8 @@ class DecodePool(Pool[DecodeLink]):
     """`expected`: requests that chose this pool and have no group yet. `front`: the request that found no room; until it has some (or is
     gone), nobody else of this router may ask, so that small requests do not starve a big one."""
 
-    def __init__(self, spec: PoolSpec, profile: Profile):
-        super().__init__(spec, types_pb2.ROLE_DECODE, prepare_decode(profile, spec))
+    def __init__(self, spec: PoolSpec, profile: Profile, retries: RetryBudget):
+        super().__init__(spec, types_pb2.ROLE_DECODE, prepare_decode(profile, spec), retries)
         self.itl = Correction()
         self.transfer = Correction()
         self.expected: dict[object, int] = {}

@@ -15,9 +15,10 @@ from cluster.cost_model import PoolSpec
 from cluster.profile import Profile
 from cluster.router.decode_link import DecodeLink
 from cluster.router.directory import Directory
-from cluster.router.groups import GroupLink, PrefillLink
+from cluster.router.groups import GroupLink, Liveness, PrefillLink
 from cluster.router.pool import DecodePool, MovedOn, Pool, PoolSet, PrefillPool, Waiter, spec_of
 from cluster.router.queue import QueueLimits, Ticket
+from cluster.router.retry_budget import RetryBudget, RetryLimits
 from common.errors import LayoutMismatch
 from common.kv_layout import check_join
 from common.proto import control_pb2, types_pb2
@@ -36,6 +37,8 @@ class Pools:
         *,
         router_id: str,
         limits: QueueLimits,
+        liveness: Liveness,
+        retry: RetryLimits,
         usd_per_gpu_hour: float = 3.0,
         wire: Wire = PLAIN,
     ):
@@ -46,6 +49,9 @@ class Pools:
         self.router_id = router_id
         self._limits = limits
         self._wire = wire
+        self._liveness = liveness
+        self._retry = retry
+        self._health_changed = asyncio.Event()
         self._usd_per_gpu_hour = usd_per_gpu_hour
         self._pump_due = False
         self._closing: set[asyncio.Task] = set()
@@ -87,9 +93,12 @@ class Pools:
 
     def _add_pool(self, role: types_pb2.Role, spec: PoolSpec) -> None:
         if role == types_pb2.ROLE_PREFILL:
-            self.set.prefill[spec.name] = PrefillPool(spec, self.profile, self._limits)
+            self.set.prefill[spec.name] = PrefillPool(spec, self.profile, self._budget(), self._limits)
         else:
-            self.set.decode[spec.name] = DecodePool(spec, self.profile)
+            self.set.decode[spec.name] = DecodePool(spec, self.profile, self._budget())
+
+    def _budget(self) -> RetryBudget:
+        return RetryBudget(self._retry.ratio, self._retry.burst)
 
     def _add_link(self, description: types_pb2.GroupDescription) -> None:
         named = self.set.find(description.pool)
@@ -105,9 +114,9 @@ class Pools:
 
         link: GroupLink
         if role == types_pb2.ROLE_PREFILL:
-            link = PrefillLink(description, on_change, self._wire)
+            link = PrefillLink(description, on_change, pool.may_rest, self._liveness, self._wire)
         else:
-            link = DecodeLink(description, self.router_id, on_change, self._wire)
+            link = DecodeLink(description, self.router_id, on_change, pool.may_rest, self._liveness, self._wire)
         pool.take_spec(spec, self.profile)
         pool.links[description.group] = link
         pool.forget_health()
@@ -132,6 +141,10 @@ class Pools:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
+    async def wait_for_change(self) -> None:
+        """Until the health or load of any group has changed."""
+        await self._health_changed.wait()
+
     def longest_tokens(self) -> int:
         """Most tokens of prompt and output that a decode group seen so far can hold; 0 if none was seen."""
         return max((pool.spec.longest_tokens for pool in self.set.decode.values() if pool.spec.capacity_tokens), default=0)
@@ -148,6 +161,8 @@ class Pools:
         """Something changed on a pool: waiting requests may find a place; a decode pool's front request may ask for room again."""
         if isinstance(pool, DecodePool) and pool.front is not None:
             pool.front_may_ask = True
+        changed, self._health_changed = self._health_changed, asyncio.Event()
+        changed.set()
         self.schedule_pump()
 
     def no_room(self, pool: DecodePool, key: object) -> None:

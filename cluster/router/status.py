@@ -9,6 +9,7 @@ import grpc
 
 from common.errors import (
     CapacityError,
+    Corrupted,
     DeadlineError,
     InvalidRequestError,
     LayoutMismatch,
@@ -30,6 +31,8 @@ _BY_STATUS: dict[str, type[ServingError]] = {
     "ABORTED": WorkerLost,
     "CANCELLED": WorkerLost,
     "DEADLINE_EXCEEDED": TransferTimeout,
+    "DATA_LOSS": Corrupted,
+    "PERMISSION_DENIED": Corrupted,  # a signature between groups did not fit
     "FAILED_PRECONDITION": LayoutMismatch,
     "UNIMPLEMENTED": NotSupportedError,
 }
@@ -64,8 +67,8 @@ def from_rpc_error(exc: grpc.RpcError, where: str) -> ServingError:
 
 
 def is_retryable(error: ServingError) -> bool:
-    """Whether another group may do better: the group is gone, or a transfer ran into its own deadline."""
-    return isinstance(error, WorkerLost | TransferTimeout)
+    """Whether another group may do better: the group is gone, or a transfer ran into its own deadline or spoilt what it carried."""
+    return isinstance(error, WorkerLost | TransferTimeout | Corrupted)
 
 
 def is_client_fault(error: ServingError) -> bool:

@@ -78,14 +78,16 @@ class Reservation(_message.Message):
     def __init__(self, internal_id: _Optional[str] = ..., transfer_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., decode_address: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., kv: _Optional[_Union[_types_pb2.KVGeometry, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockList, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., key_id: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("work", "router_id", "writer")
+    __slots__ = ("work", "router_id", "writer", "incarnation")
     WORK_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     work: Work
     router_id: str
     writer: _types_pb2.GroupDescription
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., router_id: _Optional[str] = ..., writer: _Optional[_Union[_types_pb2.GroupDescription, _Mapping]] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., router_id: _Optional[str] = ..., writer: _Optional[_Union[_types_pb2.GroupDescription, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("transfer_ids", "incarnation")

@@ -17,7 +17,7 @@ from collections import deque
 
 import numpy as np
 
-from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferTimeout
+from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferGivenUp, TransferTimeout
 from common.keyring import Key, ring_of
 from kv_transfer.pool_view import row_buffers, row_index, rows
 from kv_transfer.push import Push, Span
@@ -33,7 +33,7 @@ _SLICE_S = 0.1  # how often a wait looks at its deadline
 _CONNECT_TIMEOUT_S = 5.0
 
 _REFUSALS: dict[Status, tuple[type[KVTransferError], str]] = {
-    Status.UNKNOWN_TRANSFER: (KVTransferError, "the transfer was revoked or never granted"),
+    Status.UNKNOWN_TRANSFER: (TransferGivenUp, "the transfer was revoked or never granted"),
     Status.WRONG_INCARNATION: (PeerLost, "the decode group was replaced"),
     Status.BAD_LAYER: (LayoutMismatch, "no such layer there"),
     Status.BAD_HEADS: (LayoutMismatch, "those heads are not held there"),

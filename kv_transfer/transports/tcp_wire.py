@@ -22,7 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from common.errors import KVTransferError
+from common.errors import Corrupted
 from common.keyring import Key, ring_of
 
 VERSION = 1
@@ -51,7 +51,7 @@ class Status(IntEnum):
     BAD_LENGTH = 8
 
 
-class MalformedMessage(KVTransferError):
+class MalformedMessage(Corrupted):
     """Not a message of this protocol, or its MAC or sequence is wrong: the connection is closed without an answer."""
 
 

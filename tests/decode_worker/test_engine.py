@@ -168,7 +168,7 @@ def test_commit_that_lies_fails_and_frees_and_one_that_is_repeated_is_answered_t
         with pytest.raises(KVTransferError, match="digests differ"):
             lying.done.result(3)
         bench.wait_idle()
-        assert [(o.internal_id, o.error_status) for o in bench.outputs] == [("liar", "INTERNAL")]
+        assert [(o.internal_id, o.error_status) for o in bench.outputs] == [("liar", "DATA_LOSS")]
         reservation = bench.reserve("r", max_tokens=300).done.result(3)
         first = bench.commit(reservation)
         again = cmd.Commit(first.request)

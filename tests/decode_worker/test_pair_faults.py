@@ -205,7 +205,7 @@ async def test_reservation_that_nobody_uses_is_fenced_and_freed_after_its_lease(
             assert not await decode_idle(client)()
             await wait_until(decode_idle(client), LEASE_S + 1.0, "freeing the unused reservation")
             answer = await run_late(client, work, reservation)
-            assert answer.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE), "a fenced transfer must never begin"
+            assert answer.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE), "a fenced transfer must never begin"
             await client.wait_idle(1.0)
 
 
@@ -233,16 +233,18 @@ async def test_forged_and_wrong_messages_move_nothing():
                         sign(message, key)
                     assert await refusal(call(message)) is grpc.StatusCode.PERMISSION_DENIED
             assert not await decode_idle(client)()
+            elsewhere = worker_pb2.ReserveRequest(work=client.work(prompt_of(9), GREEDY), incarnation=decode.description.incarnation ^ 1)
+            assert await refusal(client.decode.Reserve(elsewhere)) is grpc.StatusCode.UNAVAILABLE
             stale = worker_pb2.AbandonRequest(transfer_id=ids["transfer_id"], incarnation=ids["incarnation"] ^ 1)
             sign(stale, KEY)
             assert await refusal(client.decode.Abandon(stale)) is grpc.StatusCode.UNAVAILABLE
             altered = worker_pb2.Reservation()
             altered.CopyFrom(reservation)
             altered.blocks[0].block_ids[0] += 1
-            assert (await run_late(client, work, altered)).code() is grpc.StatusCode.INTERNAL
+            assert (await run_late(client, work, altered)).code() is grpc.StatusCode.DATA_LOSS
             lying = worker_pb2.CommitRequest(first_token=5, bytes_per_rank=[1], digest_per_rank=[2], **ids)
             sign(lying, KEY)
-            assert await refusal(client.decode.Commit(lying)) is grpc.StatusCode.INTERNAL
+            assert await refusal(client.decode.Commit(lying)) is grpc.StatusCode.DATA_LOSS
             await client.wait_idle(1.0)
 
 

@@ -300,6 +300,8 @@ class FakeDecodeGroup(FakeGroup, worker_pb2_grpc.DecodeGroupServicer):
     async def Reserve(self, request, context):
         work = request.work
         self.calls.append(work.internal_id)
+        if request.incarnation != self.description.incarnation:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "another incarnation is meant")
         if self.on_reserve is not None:
             await self.on_reserve(request, context)
         blocks = -(-(len(work.prompt_ids) + work.sampling.max_tokens) // KV.block_size_tokens)

@@ -14,6 +14,7 @@ from cluster.profile import Profile, builtin_profile
 from cluster.router.directory import StaticDirectory
 from cluster.router.dispatch import Dispatcher, DispatchSettings
 from cluster.router.generate import Generator
+from cluster.router.groups import Liveness
 from cluster.router.main import Router
 from cluster.router.pools import Pools
 from cluster.router.queue import QueueLimits
@@ -103,6 +104,7 @@ def make_router(
     *,
     limits: QueueLimits | None = None,
     settings: DispatchSettings | None = None,
+    liveness: Liveness | None = None,
     default_deadline_s: float = 60.0,
     stream_buffer_tokens: int = 4096,
     model_limits: ModelLimits = LIMITS,
@@ -110,8 +112,16 @@ def make_router(
     specs=(),
     wire: Wire = PLAIN,
 ) -> Router:
-    pools = Pools(profile or builtin_profile(None, on_cuda=False), specs, router_id=router_id, limits=limits or QueueLimits())
-    dispatcher = Dispatcher(pools, settings or DispatchSettings(), seed=1)
+    settings = settings or DispatchSettings()
+    pools = Pools(
+        profile or builtin_profile(None, on_cuda=False),
+        specs,
+        router_id=router_id,
+        limits=limits or QueueLimits(),
+        liveness=liveness or Liveness(),
+        retry=settings.retry,
+    )
+    dispatcher = Dispatcher(pools, settings, seed=1)
     generator = Generator(
         dispatcher, lambda: model_limits, default_deadline_s=default_deadline_s, stream_buffer_tokens=stream_buffer_tokens
     )

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from cluster.router.directory import StaticDirectory
+from cluster.router.groups import Liveness
 from common.proto import control_pb2, router_pb2
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup, tokens_of
 from tests.support.pace import within
@@ -166,6 +167,23 @@ async def test_transfer_that_fails_after_the_first_token_goes_elsewhere_without_
         assert answer.completes[0].route.attempts == 2
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.DATA_LOSS, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED])
+async def test_kv_that_was_spoilt_on_the_way_is_sent_again(code):
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup()
+    fail_once = [abort_with(code, "the KV that arrived is not what was sent")]
+
+    async def fault(task, context):
+        if fail_once:
+            await fail_once.pop()(task, context)
+
+    prefill.before_commit = fault
+    async with bed(prefill, decode) as router:
+        answer = await router.generate(request_of((6,), max_tokens=7))
+        assert answer.tokens[0] == tokens_of((6,), 7)
+        assert answer.completes[0].route.attempts == 2
+        await until(lambda: decode.free_blocks == decode.total_blocks, 2.0)
+
+
 async def test_a_lost_peer_neither_empties_the_queue_nor_fails_the_only_group():
     prefill, decode = FakePrefillGroup(), FakeDecodeGroup()
     fail_once = [abort_with(grpc.StatusCode.UNAVAILABLE, "the decode peer is lost")]
@@ -260,11 +278,10 @@ async def test_a_restarted_group_serves_again_under_its_new_incarnation():
         await until(serves, 5.0)
 
 
-async def test_a_silent_prefill_group_is_given_up_and_its_request_goes_elsewhere(monkeypatch):
-    monkeypatch.setattr("cluster.router.groups.POLL_TIMEOUT_S", 0.2)
+async def test_a_silent_prefill_group_is_given_up_and_its_request_goes_elsewhere():
     first, second, decode = FakePrefillGroup(group="a"), FakePrefillGroup(group="b"), FakeDecodeGroup()
     first.before_first = second.before_first = hang()
-    async with bed(first, second, decode) as router:
+    async with bed(first, second, decode, liveness=Liveness(poll_timeout_s=0.2)) as router:
         request = asyncio.create_task(router.generate(request_of((3,), max_tokens=4)))
         await until(lambda: first.calls or second.calls)
         silent, other = (first, second) if first.calls else (second, first)
