@@ -1,4 +1,4 @@
-"""Router throughput with fake engines: tokens/s streamed through one router process, and choices/s of the pure choice.
+"""Router throughput with fake engines: tokens/s streamed through one router process, and whole plans/s of the choice.
 
 Three processes: fake prefill and decode groups, the router, the client; so two cores carry all three. The decode group sends one frame per
 step with all streams' tokens; the router sends one message per stream and step while the client keeps up.
@@ -16,17 +16,20 @@ import os
 import platform
 import statistics
 import time
+from collections import deque
 from pathlib import Path
 
 import grpc
 
-from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, prefill_ms, prepare_decode, prepare_prefill
+from cluster.cost_model import PoolSpec, Shape
 from cluster.profile import builtin_profile
-from cluster.router.choice import Aim, DecodeOffer, PrefillOffer, choose
+from cluster.router.chooser import Chooser, Objective
+from cluster.router.pool import PoolSet
 from common.kv_layout import KVGeometry
 from common.proto import router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup
 from tests.support.router_bed import make_router, request_of, until
+from tests.support.still_groups import add_decode, add_prefill
 
 KV_120B = KVGeometry(36, 8, 64, 16, "bfloat16", 128, (True, False) * 18)
 
@@ -132,23 +135,41 @@ async def _is_ready(stub) -> bool:
     return sum(group.healthy for group in loads.groups) == 2
 
 
-def measure_choices(pools: int, seconds: float) -> float:
-    """Choices per CPU second among `pools` prefill and as many decode pools, each with another load."""
-    profile = builtin_profile(36, on_cuda=True)
-    shape = Shape(prompt=4000, output=200, worst=4200)
-    prefills, decodes = [], []
+def measure_choices(pools: int, groups: int, seconds: float) -> dict:
+    """Whole plans per CPU second among `pools` pools of each role with `groups` groups each. Every plan is carried out, so that the next
+    one sees another state; 8 requests per group are on their way at any time."""
+    profile, found = builtin_profile(36, on_cuda=True), PoolSet()
     for i in range(pools):
         tp = (1, 2, 4, 8)[i % 4]
-        prefill = prepare_prefill(profile, PoolSpec(f"p{i}", tp=tp, ep=tp, weights="fp8"))
-        decode = prepare_decode(profile, PoolSpec(f"d{i}", tp=tp, ep=tp, capacity_tokens=1 << 20, kv=KV_120B))
-        prefills.append(PrefillOffer(prefill, f"p{i}-0", 3.0 * i, 0.0, prefill_ms(prefill, shape.prompt)))
-        decodes.append(DecodeOffer(decode, f"d{i}-0", itl_ms(decode, PairLoad(0.0, i, i * 4000.0), shape)))
-    began, count = time.process_time(), 0
+        add_prefill(found, PoolSpec(f"p{i}", tp=tp, ep=tp, weights="fp8"), profile, groups)
+        add_decode(found, PoolSpec(f"d{i}", tp=tp, ep=tp, capacity_tokens=1 << 20, kv=KV_120B), profile, groups)
+    chooser = Chooser(found, profile, Objective(), seed=0)
+    shape, aim = Shape(prompt=4000, output=200, worst=4200), chooser.aim_of(None, None, None)
+    running: deque[tuple] = deque()
+    planning, began, count, now_s = 0.0, time.process_time(), 0, 0.0
     while time.process_time() - began < seconds:
-        for _ in range(100):
-            choose(profile, prefills, decodes, shape, Aim(0.5), count, {})
-            count += 1
-    return count / (time.process_time() - began)
+        now_s, count = now_s + 1e-4, count + 1
+        before = time.process_time()
+        decision = chooser.plan(shape, aim, now_s, number=count)
+        planning += time.process_time() - before
+        prefill, decode = found.prefill[decision.prefill_pool.name], found.decode[decision.decode_pool.name]
+        giver, taker = prefill.order.first(), next(decode.by_room(shape.worst, decision.seed))
+        giver.book.give(count, decision.prefill_ms, now_s)
+        taker.book.attach(count, shape.prompt)
+        running.append((count, prefill, giver, decode, taker))
+        done = [running.popleft()] if len(running) > 8 * pools * groups else []
+        for number, _, giver, _, taker in done:
+            giver.book.take_back(number, now_s)
+            taker.book.detach(number)
+        for _, prefill, giver, decode, taker in (running[-1], *done):
+            prefill.refresh(giver)
+            decode.refresh(taker)
+    return {
+        "pools": pools,
+        "groups_per_pool": groups,
+        "plans_per_s": count / planning,
+        "with_bookkeeping_per_s": count / (time.process_time() - began),
+    }
 
 
 def measure(streams: int, step_ms: float, seconds: float) -> dict:
@@ -189,10 +210,13 @@ def main() -> None:
                 f"{r['router_cpu_us_per_token']:16.1f} {r['router_cpu_share']:11.2f} {r['client_cpu_share']:11.2f} "
                 f"{r['gap_p50_ms']:8.2f} {r['gap_p99_ms']:11.2f}"
             )
-    for pools in (1, 4, 16):
-        rate = measure_choices(pools, min(args.seconds, 2.0))
-        records.append({"pools": pools, "choices_per_s": rate})
-        print(f"choice among {pools} x {pools} pools: {rate:.0f}/s on one core")
+    for pools, groups in ((1, 16), (4, 4), (16, 1), (16, 16)):
+        record = measure_choices(pools, groups, min(args.seconds, 2.0))
+        records.append(record)
+        print(
+            f"whole plan among {pools} x {pools} pools of {groups} groups: {record['plans_per_s']:.0f}/s on one core, "
+            f"{record['with_bookkeeping_per_s']:.0f}/s with the state that it changes"
+        )
     if args.out is not None:
         facts = {
             "cores": os.cpu_count(),

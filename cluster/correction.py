@@ -49,13 +49,18 @@ class SizeCorrection:
     def factor(self, size: int, now_s: float) -> float:
         return math.exp(_bounded(self._log(size) * _faded(now_s - self._seen_s)))
 
+    def logs(self, now_s: float) -> list[float]:
+        """Logarithms of the factor at the knots; between them it is `exp` of what lies linear between (see `place`)."""
+        fade = _faded(now_s - self._seen_s)
+        return [_bounded((self._common + local) * fade) for local in self._local]
+
     def observe(self, size: int, predicted_ms: float, actual_ms: float, now_s: float) -> None:
         """`predicted_ms` is the profile's own figure, without this factor. Values that are no times are ignored."""
         fade = _faded(now_s - self._seen_s)
         surprise = _surprise(predicted_ms, actual_ms, _bounded(self._log(size) * fade))
         if surprise is None:
             return
-        knot, part = _place(size)
+        knot, part = place(size)
         self._local = [_bounded(x * fade) for x in self._local]
         self._local[knot] = _bounded(self._local[knot] + ALPHA_LOCAL * (1 - part) * surprise)
         self._local[knot + 1] = _bounded(self._local[knot + 1] + ALPHA_LOCAL * part * surprise)
@@ -63,7 +68,7 @@ class SizeCorrection:
         self._seen_s = now_s
 
     def _log(self, size: int) -> float:
-        knot, part = _place(size)
+        knot, part = place(size)
         return self._common + (1 - part) * self._local[knot] + part * self._local[knot + 1]
 
 
@@ -103,8 +108,8 @@ def _surprise(predicted_ms: float, actual_ms: float, expected_log: float) -> flo
     return max(-MAX_STEP, min(MAX_STEP, math.log(actual_ms) - math.log(predicted_ms) - expected_log))
 
 
-def _place(size: int) -> tuple[int, float]:
-    """The knot at or below a size, and how far it lies towards the next one."""
+def place(size: int) -> tuple[int, float]:
+    """Returns: the knot at or below a size [tokens], and how far it lies towards the next one"""
     x = min(math.log2(max(size, 1)) / 2, KNOTS - 1.0)
     knot = min(int(x), KNOTS - 2)
     return knot, x - knot

@@ -96,10 +96,10 @@ class PreparedPool:
 
     @cached_property
     def constants(self) -> tuple[float, ...]:
-        """GPUs, $/GPU-hour, batch places, KV tokens (inf = not known) and layers, for arrays of many pools."""
+        """GPUs, their $ per hour, batch places, KV tokens (inf = not known) and layers, for arrays of many pools."""
         spec = self.spec
         layers = spec.kv.num_layers if spec.kv is not None else 1
-        return (spec.gpus, spec.usd_per_gpu_hour, spec.max_batch, spec.capacity_tokens or math.inf, layers)
+        return (spec.gpus, spec.gpus * spec.usd_per_gpu_hour, spec.max_batch, spec.capacity_tokens or math.inf, layers)
 
 
 def prepare_prefill(profile: Profile, spec: PoolSpec) -> PreparedPool:
@@ -131,10 +131,10 @@ def occupancies(max_batch: Number, capacity_tokens: Number, worst_tokens: float)
     return np.minimum(1.0, np.maximum(1.0 / max_batch, worst_tokens / capacity_tokens))
 
 
-def visible_transfer_ms(profile: Profile, num_bytes: Number, ranks: Number, prefill: Number, num_layers: int) -> Number:
+def visible_transfer_ms(profile: Profile, num_bytes: Number, ranks: Number, prefill: Number, num_layers: Number) -> Number:
     """Transfer that is left after prefill: layers travel while later ones are computed, so the last layer's share always shows."""
-    copy = num_bytes / (profile.transfer.gbytes_per_s * ranks) / 1e6
-    return profile.transfer.fixed_ms + np.maximum(copy / num_layers, copy - prefill * (num_layers - 1) / num_layers)
+    copy = num_bytes / (profile.transfer.gbytes_per_s * 1e6) / ranks
+    return profile.transfer.fixed_ms + np.maximum(copy / num_layers, copy - prefill * ((num_layers - 1) / num_layers))
 
 
 def combine(*, wait: Number, dispatch: Number, prefill: Number, transfer: Number, itl: Number, prefill_usd: Number, decode_usd: Number,

@@ -98,6 +98,11 @@ class Curve:
             self._x.append(last * factor)
         self._y = _rising(self._y)
 
+    @property
+    def points(self) -> list[int]:
+        """Tokens between which it is linear; outside it is constant."""
+        return self._x
+
     def at(self, tokens: float) -> float:
         """Returns: ms"""
         return _interpolate(self._x, self._y, tokens)
@@ -134,6 +139,15 @@ class Surface:
             row = [_along_context(contexts, column, total / batch) for batch, column in zip(self._batches, columns, strict=True)]
             below = self._grid[-1] if self._grid else row
             self._grid.append(_rising([max(pair) for pair in zip(row, below, strict=True)]))
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches between which it is linear; outside it is constant. `sums` are the same for the sum of contexts."""
+        return self._batches
+
+    @property
+    def sums(self) -> list[int]:
+        return self._sums
 
     def at(self, batch: float, total_context_tokens: float) -> float:
         """Returns: ms of one step of `batch` sequences that hold `total_context_tokens` together"""

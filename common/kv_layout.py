@@ -9,6 +9,7 @@ contiguous and changing the tensor-parallel size moves whole pieces. Full layers
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from common.errors import LayoutMismatch
@@ -29,11 +30,11 @@ class KVGeometry:
     window_tokens: int
     sliding: tuple[bool, ...]
 
-    @property
+    @cached_property
     def full_layers(self) -> tuple[int, ...]:
         return tuple(i for i, s in enumerate(self.sliding) if not s)
 
-    @property
+    @cached_property
     def sliding_layers(self) -> tuple[int, ...]:
         return tuple(i for i, s in enumerate(self.sliding) if s)
 

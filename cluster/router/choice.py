@@ -1,6 +1,6 @@
 """Which pair of pools takes a request, and why not the others.
 
-Pure and deterministic for a state and a seed. The caller (`pools.py`) describes each pool by what its best group would offer now; groups of
+Pure and deterministic for a state and a seed. The board (`board.py`) describes each pool by what its best group would offer now; groups of
 one pool are alike, so the best group of each pool stands for it.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 
-from cluster.cost_model import Prediction, PreparedPool, Shape, combine, occupancies, score, visible_transfer_ms
+from cluster.cost_model import PoolSpec, Prediction, PreparedPool, Shape, combine, occupancies, score, visible_transfer_ms
 from cluster.profile import Profile
 from common.errors import InvalidRequestError, LayoutMismatch, OverloadedError, ServingError, WorkerLost
 from common.proto import router_pb2
@@ -39,29 +40,39 @@ class Exclusion:
         return f"{self.kind.value}: {self.detail}" if self.detail else self.kind.value
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOffer:
-    """A prefill pool at this moment. `wait_ms`: until a group would start on the request; `prefill_ms`: corrected."""
+@dataclass(slots=True)
+class PrefillSide:
+    """All prefill pools at this moment, one entry each. `wait_ms`: until a group would start on the request; `prefill_ms`: corrected;
+    `usd`: per hour, of all GPUs of a group; `groups`: who would get it; `out`: pools that can't be chosen."""
 
-    pool: PreparedPool
-    group: str
-    wait_ms: float
-    dispatch_ms: float
-    prefill_ms: float
-    out: Exclusion | None = None
+    pools: Sequence[PreparedPool]
+    groups: list[str]
+    wait_ms: np.ndarray
+    dispatch_ms: np.ndarray
+    prefill_ms: np.ndarray
+    gpus: np.ndarray
+    usd: np.ndarray
+    out: dict[int, Exclusion]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOffer:
-    """A decode pool at this moment. `wait_ms` > 0: no group has room now. `itl_ms` is corrected, by `itl_factor`."""
+@dataclass(slots=True)
+class DecodeSide:
+    """All decode pools at this moment. `wait_ms` > 0: no group has room now, None: all have; `itl_ms` is corrected, by `itl_factor`;
+    `kv_bytes`: that the prompt hands over. The constants are those of `PreparedPool`."""
 
-    pool: PreparedPool
-    group: str
-    itl_ms: float
-    wait_ms: float = 0.0
-    itl_factor: float = 1.0
-    transfer_factor: float = 1.0
-    out: Exclusion | None = None
+    pools: Sequence[PreparedPool]
+    groups: list[str]
+    itl_ms: np.ndarray
+    wait_ms: np.ndarray | None
+    itl_factor: np.ndarray
+    transfer_factor: np.ndarray
+    kv_bytes: np.ndarray
+    gpus: np.ndarray
+    usd: np.ndarray
+    max_batch: np.ndarray
+    capacity_tokens: np.ndarray
+    layers: np.ndarray
+    out: dict[int, Exclusion]
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,12 @@ class Aim:
     itl_slo_ms: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decision:
-    """The chosen pair and everything needed to explain it. `decode` None: a first token only."""
+    """The chosen pair and everything needed to explain it. `decodes` None: a first token only, the second index is 0."""
 
-    prefill_offers: Sequence[PrefillOffer]
-    decode_offers: Sequence[DecodeOffer | None]
+    prefills: PrefillSide
+    decodes: DecodeSide | None
     predictions: Prediction
     scores: np.ndarray
     exclusions: Mapping[tuple[int, int], Exclusion]
@@ -89,22 +100,31 @@ class Decision:
     seed: int
 
     @property
-    def prefill(self) -> PrefillOffer:
-        return self.prefill_offers[self.chosen[0]]
+    def prefill_pool(self) -> PoolSpec:
+        return self.prefills.pools[self.chosen[0]].spec
 
     @property
-    def decode(self) -> DecodeOffer | None:
-        return self.decode_offers[self.chosen[1]]
+    def decode_pool(self) -> PoolSpec | None:
+        return self.decodes.pools[self.chosen[1]].spec if self.decodes is not None else None
 
     @property
+    def wait_ms(self) -> float:
+        """Of the prefill queue alone."""
+        return float(self.prefills.wait_ms[self.chosen[0]])
+
+    @property
+    def prefill_ms(self) -> float:
+        return float(self.prefills.prefill_ms[self.chosen[0]])
+
+    @cached_property
     def prediction(self) -> Prediction:
         return at_pair(self.predictions, self.chosen)
 
 
 def choose(
     profile: Profile,
-    prefills: Sequence[PrefillOffer],
-    decodes: Sequence[DecodeOffer],
+    prefills: PrefillSide,
+    decodes: DecodeSide,
     shape: Shape,
     aim: Aim,
     seed: int,
@@ -114,28 +134,30 @@ def choose(
 
     Raises: ServingError of the kind that fits if no pair is left
     """
-    columns: Sequence[DecodeOffer | None] = decodes if shape.worst > shape.prompt + 1 else [None]
-    exclusions = _exclusions(prefills, columns, not_joinable)
-    if len(exclusions) == len(prefills) * len(columns):
+    side = decodes if shape.worst > shape.prompt + 1 else None
+    dims = (len(prefills.pools), len(side.pools) if side is not None else 1)
+    exclusions = _exclusions(prefills, side, not_joinable, dims)
+    if len(exclusions) == dims[0] * dims[1]:
         raise _nobody(exclusions.values(), shape)
-    predictions = _predict_pairs(profile, prefills, columns, shape)
+    predictions = _predict_pairs(profile, prefills, side, shape)
     scores = score(predictions, aim.latency_weight)
-    broken = _broken_slo(predictions, aim, scores.shape)
-    candidates = _preferred(scores, exclusions, columns, broken).ravel()
-    equals = np.flatnonzero(candidates <= candidates.min() * (1 + EQUAL))
-    row, column = divmod(int(equals[spread(seed, len(equals))]), len(columns))
-    return Decision(prefills, columns, predictions, scores, exclusions, broken, (row, column), aim, shape, seed)
+    broken = _broken_slo(predictions, aim, dims)
+    candidates = _preferred(scores, exclusions, side, broken).ravel()
+    best = int(candidates.argmin())
+    (equals,) = (candidates <= candidates[best] * (1 + EQUAL)).nonzero()
+    row, column = divmod(int(equals[spread(seed, len(equals))]) if len(equals) > 1 else best, dims[1])
+    return Decision(prefills, side, predictions, scores, exclusions, broken, (row, column), aim, shape, seed)
 
 
-def _preferred(scores: np.ndarray, exclusions, columns, broken: np.ndarray | None) -> np.ndarray:
+def _preferred(scores: np.ndarray, exclusions, side: DecodeSide | None, broken: np.ndarray | None) -> np.ndarray:
     """Scores, infinite where a pair is out: excluded, without room while another has some, or breaking the SLO while another meets it."""
-    waiting = [offer is not None and offer.wait_ms > 0 for offer in columns]
-    if not exclusions and broken is None and not any(waiting):
+    waiting = side.wait_ms if side is not None else None
+    if not exclusions and broken is None and waiting is None:
         return scores
     possible = np.ones(scores.shape, bool)
     for pair in exclusions:
         possible[pair] = False
-    for bad in (np.broadcast_to(waiting, scores.shape), broken):
+    for bad in (None if waiting is None else np.broadcast_to(waiting > 0, scores.shape), broken):
         better = possible if bad is None else possible & ~bad
         possible = better if better.any() else possible
     return np.where(possible, scores, np.inf)
@@ -150,64 +172,52 @@ def at_pair(predictions: Prediction, pair: tuple[int, int]) -> Prediction:
     """The scalars of one pair out of the arrays of all."""
 
     def pick(x) -> float:
-        if np.ndim(x) == 0:
-            return float(x)
+        if np.ndim(x) < 2:
+            return float(x[pair[1]] if np.ndim(x) else x)
         return float(x[pair[0] if x.shape[0] > 1 else 0, pair[1] if x.shape[1] > 1 else 0])
 
     return Prediction(**{name: pick(getattr(predictions, name)) for name in Prediction.__dataclass_fields__})
 
 
-def _exclusions(prefills, decodes, not_joinable) -> dict[tuple[int, int], Exclusion]:
+def _exclusions(
+    prefills: PrefillSide, decodes: DecodeSide | None, not_joinable: Mapping[tuple[str, str], str], dims: tuple[int, int]
+) -> dict[tuple[int, int], Exclusion]:  # fmt: skip
     found: dict[tuple[int, int], Exclusion] = {}
-    for i, prefill in enumerate(prefills):
-        if prefill.out is not None:
-            found.update(((i, j), prefill.out) for j in range(len(decodes)))
-    for j, decode in enumerate(decodes):
-        if decode is not None and decode.out is not None:
-            found.update(((i, j), decode.out) for i in range(len(prefills)))
+    for i, out in prefills.out.items():
+        found.update(((i, j), out) for j in range(dims[1]))
+    if decodes is None:
+        return found
+    for j, out in decodes.out.items():
+        found.update(((i, j), out) for i in range(dims[0]))
     if not_joinable:
-        for i, prefill in enumerate(prefills):
-            for j, decode in enumerate(decodes):
-                reason = not_joinable.get((prefill.pool.spec.name, decode.pool.spec.name)) if decode is not None else None
-                if reason:
+        for i, prefill in enumerate(prefills.pools):
+            for j, decode in enumerate(decodes.pools):
+                if reason := not_joinable.get((prefill.spec.name, decode.spec.name)):
                     found[i, j] = Exclusion(Out.NOT_JOINABLE, reason)
     return found
 
 
-def _predict_pairs(profile: Profile, prefills: Sequence[PrefillOffer], decodes: Sequence[DecodeOffer | None], shape: Shape) -> Prediction:
+def _predict_pairs(profile: Profile, prefills: PrefillSide, decodes: DecodeSide | None, shape: Shape) -> Prediction:
     """`cost_model.predict` for all pairs at once."""
-    rows = np.array([(p.wait_ms, p.dispatch_ms, p.prefill_ms, *p.pool.constants[:2]) for p in prefills]).T[:, :, None]
-    wait, dispatch, prefill, prefill_gpus, prefill_price = rows
-    kv_bytes_of: dict[int, int] = {}
-    columns = np.array([_decode_column(d, shape, kv_bytes_of) for d in decodes]).T[:, None, :]
-    itl, decode_wait, factor, kv_bytes, gpus, price, max_batch, capacity, layers = columns
-    share_gpus = gpus * occupancies(max_batch, capacity, shape.worst)
+    wait, dispatch, prefill = prefills.wait_ms[:, None], prefills.dispatch_ms[:, None], prefills.prefill_ms[:, None]
+    gpus, usd = prefills.gpus[:, None], prefills.usd[:, None]
+    if decodes is None:
+        return combine(wait=wait, dispatch=dispatch, prefill=prefill, transfer=0.0, itl=0.0, prefill_usd=usd, decode_usd=0.0,
+                       prefill_gpus=gpus, decode_gpus=0.0, output=1)  # fmt: skip
+    share = occupancies(decodes.max_batch, decodes.capacity_tokens, shape.worst)
+    ranks = np.minimum(gpus, decodes.gpus)
     return combine(
-        wait=np.maximum(wait, decode_wait),
+        wait=wait if decodes.wait_ms is None else np.maximum(wait, decodes.wait_ms),
         dispatch=dispatch,
         prefill=prefill,
-        transfer=visible_transfer_ms(profile, kv_bytes, np.minimum(prefill_gpus, gpus), prefill, layers) * factor,
-        itl=itl,
-        prefill_usd=prefill_gpus * prefill_price,
-        decode_usd=share_gpus * price,
-        prefill_gpus=prefill_gpus,
-        decode_gpus=share_gpus,
-        output=shape.output if decodes[0] is not None else 1,
+        transfer=visible_transfer_ms(profile, decodes.kv_bytes, ranks, prefill, decodes.layers) * decodes.transfer_factor,
+        itl=decodes.itl_ms,
+        prefill_usd=usd,
+        decode_usd=share * decodes.usd,
+        prefill_gpus=gpus,
+        decode_gpus=share * decodes.gpus,
+        output=shape.output,
     )
-
-
-_NO_DECODE = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
-
-
-def _decode_column(offer: DecodeOffer | None, shape: Shape, kv_bytes_of: dict[int, int]) -> tuple[float, ...]:
-    """`kv_bytes_of`: bytes to hand over by identity of the geometry; pools mostly share one."""
-    if offer is None:
-        return _NO_DECODE
-    kv = offer.pool.spec.kv
-    kv_bytes = kv_bytes_of.get(id(kv))
-    if kv_bytes is None:
-        kv_bytes = kv_bytes_of[id(kv)] = kv.handover_bytes(shape.prompt) if kv is not None else 0
-    return (offer.itl_ms, offer.wait_ms, offer.transfer_factor, kv_bytes, *offer.pool.constants)
 
 
 def _broken_slo(predictions: Prediction, aim: Aim, dims: tuple[int, ...]) -> np.ndarray | None:
@@ -233,25 +243,28 @@ def _nobody(exclusions, shape: Shape) -> ServingError:
     return LayoutMismatch(f"no pair of pools can be joined: {text}")
 
 
-def explain(decision: Decision) -> router_pb2.RouteDecision:
-    """Every candidate with its prediction and the reason it won, lost or was out."""
-    best = decision.scores[decision.chosen]
-    candidates = []
-    for i, prefill in enumerate(decision.prefill_offers):
-        for j, decode in enumerate(decision.decode_offers):
-            candidates.append(
-                router_pb2.Candidate(
-                    prefill_pool=prefill.pool.spec.name,
-                    decode_pool=decode.pool.spec.name if decode else "",
-                    prefill_group=prefill.group,
-                    decode_group=decode.group if decode else "",
-                    prediction=to_proto(at_pair(decision.predictions, (i, j)), float(decision.scores[i, j])),
-                    chosen=(i, j) == decision.chosen,
-                    reason=_reason(decision, (i, j), best),
-                )
-            )
+def explain(decision: Decision, *, everybody: bool = True) -> router_pb2.RouteDecision:
+    """Every candidate with its prediction and the reason it won, lost or was out; or the chosen one alone, which costs far less."""
+    rows, columns = decision.scores.shape
+    pairs = [(i, j) for i in range(rows) for j in range(columns)] if everybody else [decision.chosen]
     return router_pb2.RouteDecision(
-        candidates=candidates, latency_weight=decision.aim.latency_weight, expected_output_tokens=decision.shape.output, seed=decision.seed
+        candidates=[_candidate(decision, pair) for pair in pairs],
+        latency_weight=decision.aim.latency_weight,
+        expected_output_tokens=decision.shape.output,
+        seed=decision.seed,
+    )
+
+
+def _candidate(decision: Decision, pair: tuple[int, int]) -> router_pb2.Candidate:
+    prefills, decodes = decision.prefills, decision.decodes
+    return router_pb2.Candidate(
+        prefill_pool=prefills.pools[pair[0]].spec.name,
+        decode_pool=decodes.pools[pair[1]].spec.name if decodes else "",
+        prefill_group=prefills.groups[pair[0]],
+        decode_group=decodes.groups[pair[1]] if decodes else "",
+        prediction=to_proto(at_pair(decision.predictions, pair), float(decision.scores[pair])),
+        chosen=pair == decision.chosen,
+        reason=_reason(decision, pair),
     )
 
 
@@ -259,14 +272,14 @@ def to_proto(prediction: Prediction, score_value: float) -> router_pb2.Predictio
     return router_pb2.Prediction(**{name: getattr(prediction, name) for name in Prediction.__dataclass_fields__}, score=score_value)
 
 
-def _reason(decision: Decision, pair: tuple[int, int], best: float) -> str:
-    own = float(decision.scores[pair])
+def _reason(decision: Decision, pair: tuple[int, int]) -> str:
+    own, best = float(decision.scores[pair]), float(decision.scores[decision.chosen])
     if pair == decision.chosen:
         return f"chosen: score {own:.4g}"
     if pair in decision.exclusions:
         return f"out: {decision.exclusions[pair]}"
-    decode = decision.decode_offers[pair[1]]
-    if decode is not None and decode.wait_ms > 0 and not (decision.decode is not None and decision.decode.wait_ms > 0):
+    waits = decision.decodes.wait_ms if decision.decodes is not None else None
+    if waits is not None and waits[pair[1]] > 0 and not waits[decision.chosen[1]] > 0:
         return "out: no decode group has room now, others have"
     broken = decision.broken_slo
     if broken is not None and broken[pair] and not broken[decision.chosen]:

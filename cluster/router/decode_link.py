@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import grpc
 
+from cluster.router.books import DecodeBook
 from cluster.router.groups import DEFAULT_LIVENESS, UNARY_TIMEOUT_S, GroupLink, Liveness, Sink
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.wire import PLAIN, Wire
@@ -39,11 +40,8 @@ class DecodeLink(GroupLink):
         super().__init__(description, on_change, may_rest, liveness, wire)
         self.stub = wire.stub(worker_pb2_grpc.DecodeGroupStub(self.channel))
         self._router_id = router_id
-        self._max_batch = description.max_batch
+        self.book = DecodeBook(description.max_batch)
         self._frame_since_poll = False
-        self._context_tokens: dict[str, int] = {}  # of own requests, by internal id
-        self._own_context_tokens = 0
-        self._foreign = 0
         self._aborted: dict[str, None] = {}
 
     def start(self) -> None:
@@ -53,28 +51,13 @@ class DecodeLink(GroupLink):
     def attach(self, internal_id: str, sink: Sink, context_tokens: int) -> None:
         """From now on outputs with this id go to `sink`, and the request counts as load."""
         self._sinks[internal_id] = sink
-        self._context_tokens[internal_id] = context_tokens
-        self._own_context_tokens += context_tokens
+        self.book.attach(internal_id, context_tokens)
+        self._on_change()
 
     def detach(self, internal_id: str) -> None:
-        if self._sinks.pop(internal_id, None) is not None:
-            self._own_context_tokens -= self._context_tokens.pop(internal_id)
+        self._sinks.pop(internal_id, None)
+        if self.book.detach(internal_id):
             self._on_change()
-
-    def batch(self) -> int:
-        """Sequences that run here or are on the way."""
-        return len(self._sinks) + self._foreign
-
-    def context_tokens(self) -> float:
-        """Sum of their contexts."""
-        if not self._foreign:
-            return self._own_context_tokens
-        return self._own_context_tokens + self._foreign * self.load.context_tokens / max(self.load.running, 1)
-
-    def has_room(self, blocks: int, batch: int) -> bool:
-        """By the last load seen; only `Reserve` knows. `blocks`: full-layer blocks of the worst case; `batch`: from `batch()`."""
-        load = self.load
-        return batch < self._max_batch and (not load.total_full_blocks or load.free_full_blocks >= blocks)
 
     def abort(self, internal_id: str, reason: str) -> None:
         """Asks the group to end a request, without waiting. A lost group needs no asking: its lease on us runs out."""
@@ -98,8 +81,11 @@ class DecodeLink(GroupLink):
         return not fresh or not self._answers
 
     def _take_load(self, load: types_pb2.GroupLoad) -> None:
-        self._foreign = max(0, load.running - len(self._sinks))
+        before = self.book.rank()
+        self.book.take_load(load.running, load.context_tokens, load.free_full_blocks, load.total_full_blocks)
         super()._take_load(load)
+        if self.book.rank() != before:
+            self._on_change()
 
     async def _subscribe_forever(self) -> None:
         while self.lost is None:

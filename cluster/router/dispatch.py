@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.correction import OutputLength
-from cluster.cost_model import Shape
 from cluster.router import report
 from cluster.router.attempt import Attempt
-from cluster.router.choice import Aim, Decision, choose, explain
+from cluster.router.choice import Decision, explain
+from cluster.router.chooser import Chooser, Objective
 from cluster.router.groups import UNARY_TIMEOUT_S, GroupLink, PrefillLink
 from cluster.router.job import Job
 from cluster.router.metrics import RouterMetrics
-from cluster.router.offers import decode_offers, prefill_offers, rank_decode
-from cluster.router.pool import DecodePool, MovedOn, PrefillPool, Waiter
+from cluster.router.pool import DecodePool, MovedOn, PrefillPool
 from cluster.router.pools import Pools
 from cluster.router.retry_budget import RetryLimits
 from cluster.router.status import StreamLost, is_retryable
+from cluster.router.waiter import Waiter
 from common.errors import CapacityError, DeadlineError, OverloadedError, ServingError, WorkerLost
 from common.proto import types_pb2, worker_pb2
 
@@ -76,10 +75,9 @@ class _Placement:
 class Dispatcher:
     def __init__(self, pools: Pools, settings: DispatchSettings, seed: int):
         self.pools = pools
-        self.output_length = OutputLength()
+        self.chooser = Chooser(pools.set, pools.profile, Objective(settings.latency_weight, settings.max_model_len), seed)
         self.metrics = RouterMetrics()
         self._settings = settings
-        self._seed = seed
         self._attempts = 0
 
     def decide(self, job: Job, avoid: frozenset[int] = frozenset()) -> Decision:
@@ -88,29 +86,9 @@ class Dispatcher:
         Raises: ServingError if no pair can take it
         """
         request = job.request
-        prompt = len(request.prompt_ids) + len(job.tokens)
-        shape = self.shape_of(prompt, job.max_tokens - len(job.tokens))
-        return self.plan(
-            shape, self.aim_of(request.latency_weight, request.ttft_slo_ms, request.itl_slo_ms), request.priority, job.number, avoid
-        )
-
-    def shape_of(self, prompt: int, max_tokens: int) -> Shape:
-        """`max_tokens` as large as the context counts as not set: then the observed mean is expected."""
-        room = self._settings.max_model_len - prompt
-        expected = max_tokens if max_tokens < room else min(max_tokens, round(self.output_length.tokens))
-        return Shape(prompt=prompt, output=max(1, expected), worst=prompt + max_tokens)
-
-    def aim_of(self, latency_weight: float | None, ttft_slo_ms: float | None, itl_slo_ms: float | None) -> Aim:
-        return Aim(self._settings.latency_weight if latency_weight is None else latency_weight, ttft_slo_ms, itl_slo_ms)
-
-    def plan(self, shape: Shape, aim: Aim, priority: int = 0, number: int = 0, avoid: frozenset[int] = frozenset()) -> Decision:
-        seed = (self._seed + number) & 0xFFFFFFFFFFFFFFFF
-        found, now_s = self.pools.set, self._now()
-        prefills = prefill_offers(found.prefill.values(), shape, now_s, priority, avoid)
-        decodes = decode_offers(found.decode.values(), shape, now_s, seed, avoid)
-        if not prefills or not decodes:
-            raise WorkerLost(f"no {'prefill' if not prefills else 'decode'} pool is known yet")
-        return choose(self.pools.profile, prefills, decodes, shape, aim, seed, self.pools.not_joinable)
+        shape = self.chooser.shape_of(len(request.prompt_ids) + len(job.tokens), job.max_tokens - len(job.tokens))
+        aim = self.chooser.aim_of(request.latency_weight, request.ttft_slo_ms, request.itl_slo_ms)
+        return self.chooser.plan(shape, aim, self._now(), request.priority, job.number, avoid)
 
     async def run(self, job: Job) -> None:
         """Drives a job to its end; its tokens and its `Complete` go to its stream.
@@ -168,8 +146,9 @@ class Dispatcher:
             finish = types_pb2.Finish(reason=types_pb2.FINISH_REASON_LENGTH)
         finally:
             self._release(place)
-        self.output_length.observe(len(job.tokens))
-        report.learn(job, place.decision, place.prefill_pool, place.decode_pool, self._now())
+        self.chooser.output_length.observe(len(job.tokens))
+        if job.attempts == 1:
+            report.learn(job.stamps, len(job.tokens), place.decision, place.prefill_pool, place.decode_pool, self._now())
         groups = (place.prefill.name, attempt.decode.name if attempt.decode is not None else "")
         job.stream.push_complete(report.complete(job, finish, place.decision, groups, self.metrics))
 
@@ -223,15 +202,15 @@ class Dispatcher:
             return self.decide(job, shunned.refused), shunned.refused
 
     def _enqueue(self, job: Job, decision: Decision, until_s: float, avoid: frozenset[int], again: bool) -> _Placement:
-        pool = self.pools.set.prefill[decision.prefill.pool.spec.name]
-        decode_pool = self.pools.set.decode[decision.decode.pool.spec.name] if decision.decode is not None else None
+        pool = self.pools.set.prefill[decision.prefill_pool.name]
+        decode_pool = self.pools.set.decode[decision.decode_pool.name] if decision.decode_pool is not None else None
         if not again:
             for asked in (pool, decode_pool):
                 if asked is not None:
                     asked.retries.note_request()
         waiter = Waiter(
             prompt_tokens=decision.shape.prompt,
-            service_ms=decision.prefill.prefill_ms,
+            service_ms=decision.prefill_ms,
             deadline_s=until_s,
             enqueued_s=job.stamps.arrived_s,
             priority=job.request.priority,
@@ -240,9 +219,9 @@ class Dispatcher:
             avoid=avoid,
             owner=job,
         )
-        pool.queue.push(waiter, decision.prefill.wait_ms, accepted_before=again)
+        pool.queue.push(waiter, decision.wait_ms, accepted_before=again)
         if decode_pool is not None:
-            decode_pool.expected[job] = decision.shape.prompt
+            decode_pool.expect(job, decision.shape.prompt)
         self.pools.schedule_pump()
         return _Placement(job, decision, pool, decode_pool, waiter)
 
@@ -259,10 +238,9 @@ class Dispatcher:
         attempt = place.attempt = Attempt(job, work, prefill, None, lambda: prefill.take_back(place.waiter))
         if pool is None:
             return
-        links = [link for link in pool.healthy() if link.description.incarnation not in avoid]
         failure: _AttemptFailed | None = None
         shape = place.decision.shape
-        for link in rank_decode(pool.spec, links, shape, place.decision.seed):
+        for link in pool.by_room(shape.worst, place.decision.seed, avoid):
             attempt.decode = link
             link.attach(work.internal_id, attempt, shape.prompt + shape.output // 2)
             request = worker_pb2.ReserveRequest(
@@ -270,7 +248,7 @@ class Dispatcher:
             )
             try:
                 place.reservation = await link.call(link.stub.Reserve, request, UNARY_TIMEOUT_S)
-                pool.expected.pop(job, None)
+                pool.forget(job)
                 self.pools.leave_front(job)
                 return
             except CapacityError:
@@ -293,7 +271,7 @@ class Dispatcher:
         if not is_gone and granted.exception() is None:
             granted.result().take_back(waiter)
         if place.decode_pool is not None:
-            place.decode_pool.expected.pop(place.job, None)
+            place.decode_pool.forget(place.job)
         if not keeps_front:
             self.pools.leave_front(place.job)
         if attempt is not None and attempt.decode is not None:
@@ -315,7 +293,7 @@ class Dispatcher:
     def _waited_too_long(self, job: Job, place: _Placement) -> ServingError:
         if self._now() >= job.deadline_s - 1e-3:
             return DeadlineError("the deadline passed in the queue", request_id=job.request.label or None)
-        retry_after_s = place.prefill_pool.queue.retry_after_s(place.decision.prefill.wait_ms)
+        retry_after_s = place.prefill_pool.queue.retry_after_s(place.decision.wait_ms)
         return OverloadedError(f"no group took the request within {self._settings.max_wait_s:g} s", retry_after_s=retry_after_s)
 
     def _final(self, job: Job, error: ServingError) -> ServingError:

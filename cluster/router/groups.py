@@ -15,6 +15,7 @@ from typing import Protocol
 
 import grpc
 
+from cluster.router.books import CREDITS, PrefillBook
 from cluster.router.directory import CHANNEL_OPTIONS
 from cluster.router.status import from_rpc_error, is_client_fault
 from common.errors import ServingError, WorkerLost
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 UNARY_TIMEOUT_S = 5.0
 STRIKES = 3  # failures in a row that are the group's own before it gets a rest
 REST_S = (0.5, 16.0)
-CREDITS = 2  # requests a prefill group is given: one running, one ahead to hide the way there
 
 
 def is_being_cancelled() -> bool:
@@ -85,6 +85,10 @@ class GroupLink:
     @property
     def name(self) -> str:
         return self.description.group
+
+    @property
+    def incarnation(self) -> int:
+        return self.description.incarnation
 
     @property
     def is_healthy(self) -> bool:
@@ -211,7 +215,7 @@ class GroupLink:
 
 
 class PrefillLink(GroupLink):
-    """A prefill group and the requests it was given. Each counts until its first token: from then on only bytes travel."""
+    """A prefill group and the requests it was given."""
 
     def __init__(
         self,
@@ -223,29 +227,19 @@ class PrefillLink(GroupLink):
     ):
         super().__init__(description, on_change, may_rest, liveness, wire)
         self.stub = wire.stub(worker_pb2_grpc.PrefillGroupStub(self.channel))
-        self._given: dict[object, float] = {}  # in order: predicted ms
-        self._head_since_s = 0.0
-        self._typical_ms = 0.0
-        self._foreign = 0  # requests of other routers, by the last load seen
+        self.book = PrefillBook()
 
     @property
     def is_idle(self) -> bool:
-        return super().is_idle and not self._given
+        return super().is_idle and not self.book.given
 
     @property
     def free_credits(self) -> int:
-        return CREDITS - len(self._given) if self.can_take else 0
-
-    def give(self, key: object, predicted_ms: float) -> None:
-        if not self._given:
-            self._head_since_s = asyncio.get_running_loop().time()
-        self._given[key] = predicted_ms
-        self._typical_ms = predicted_ms
+        return CREDITS - len(self.book.given) if self.can_take else 0
 
     def take_back(self, key: object) -> None:
         """The group has computed the request's first token, or will not get it."""
-        if self._given.pop(key, None) is not None:
-            self._head_since_s = asyncio.get_running_loop().time()
+        if self.book.take_back(key, asyncio.get_running_loop().time()):
             self._on_change()
 
     def attach(self, internal_id: str, sink: Sink) -> None:
@@ -254,17 +248,8 @@ class PrefillLink(GroupLink):
     def detach(self, internal_id: str) -> None:
         self._sinks.pop(internal_id, None)
 
-    def busy_ms(self, now_s: float) -> float:
-        """Predicted time until the group is free: what it was given, less what has passed of the first one, and what others gave it."""
-        given = self._given
-        busy = self._foreign * self._typical_ms
-        if given:
-            head = next(iter(given.values()))
-            busy += sum(given.values()) - min((now_s - self._head_since_s) * 1e3, 0.95 * head)
-        return busy
-
     async def _get_load(self) -> types_pb2.GroupLoad:
-        own_before = len(self._given)
+        own_before = len(self.book.given)
         load = await self.stub.GetLoad(worker_pb2.LoadRequest(), timeout=self._liveness.poll_timeout_s)
-        self._foreign = max(0, load.running + load.waiting - max(own_before, len(self._given)))
+        self.book.set_foreign(max(0, load.running + load.waiting - max(own_before, len(self.book.given))))
         return load

@@ -59,8 +59,8 @@ class RouterMetrics:
 
     def finished(self, job: Job, decision: Decision, actual: Prediction, usd: tuple[float, float]) -> None:
         """`usd`: dollars earned by the prefill and the decode pool."""
-        prefill = decision.prefill.pool.spec.name
-        decode = decision.decode.pool.spec.name if decision.decode is not None else ""
+        prefill = decision.prefill_pool.name
+        decode = decision.decode_pool.name if decision.decode_pool is not None else ""
         self._choices.labels(prefill, decode).inc()
         self._attempts.inc(job.attempts)
         self._prompt_tokens.labels(prefill).inc(len(job.request.prompt_ids))
@@ -93,9 +93,8 @@ class RouterMetrics:
         queued, tokens, waits = {}, {}, {}
         for pool in pools.prefill.values():
             key = (pool.spec.name,)
-            busy_ms = [link.busy_ms(now_s) for link in pool.healthy()]
             queued[key], tokens[key] = float(len(pool.queue)), float(pool.queue.prompt_tokens)
-            waits[key] = pool.wait_ms(busy_ms) / 1e3 if busy_ms else 0.0
+            waits[key] = pool.wait_ms(pool.order, now_s) / 1e3 if pool.order else 0.0
         m.counter(catalog.QUEUED).replace(queued)
         m.counter(catalog.QUEUED_TOKENS).replace(tokens)
         m.counter(catalog.PREDICTED_WAIT).replace(waits)

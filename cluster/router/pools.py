@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Iterable
 
@@ -16,11 +15,10 @@ from cluster.profile import Profile
 from cluster.router.decode_link import DecodeLink
 from cluster.router.directory import Directory
 from cluster.router.groups import GroupLink, Liveness, PrefillLink
-from cluster.router.pool import DecodePool, MovedOn, Pool, PoolSet, PrefillPool, Waiter, spec_of
-from cluster.router.queue import QueueLimits, Ticket
-from cluster.router.retry_budget import RetryBudget, RetryLimits
-from common.errors import LayoutMismatch
-from common.kv_layout import check_join
+from cluster.router.pool import DecodePool, MovedOn, Pool, PoolSet, PrefillPool, spec_of
+from cluster.router.queue import QueueLimits
+from cluster.router.retry_budget import RetryLimits
+from cluster.router.waiter import Waiter
 from common.proto import control_pb2, types_pb2
 from common.wire import PLAIN, Wire
 
@@ -45,7 +43,6 @@ class Pools:
         """`specs`: (role, spec) of the pools in the config; a pool that only the directory knows is priced at `usd_per_gpu_hour`."""
         self.profile = profile
         self.set = PoolSet()
-        self.not_joinable: dict[tuple[str, str], str] = {}
         self.router_id = router_id
         self._limits = limits
         self._wire = wire
@@ -77,9 +74,10 @@ class Pools:
                     link.lose("it was replaced")
                 link.is_listed = name in listed
                 if link.lost is not None or (link.is_idle and not link.is_listed):
-                    del pool.links[name]
+                    pool.remove(link)
                     self._close(link)
-            pool.forget_health()
+                else:
+                    pool.refresh(link)
         for description in listed.values():
             known = self.set.of_role(description.role).get(description.pool)
             if known is None or description.group not in known.links:
@@ -91,50 +89,29 @@ class Pools:
                 self._close(link)
         await asyncio.gather(*self._closing)
 
-    def _add_pool(self, role: types_pb2.Role, spec: PoolSpec) -> None:
-        if role == types_pb2.ROLE_PREFILL:
-            self.set.prefill[spec.name] = PrefillPool(spec, self.profile, self._budget(), self._limits)
-        else:
-            self.set.decode[spec.name] = DecodePool(spec, self.profile, self._budget())
-
-    def _budget(self) -> RetryBudget:
-        return RetryBudget(self._retry.ratio, self._retry.burst)
+    def _add_pool(self, role: types_pb2.Role, spec: PoolSpec) -> Pool:
+        return self.set.add(role, spec, self.profile, self._limits, self._retry)
 
     def _add_link(self, description: types_pb2.GroupDescription) -> None:
         named = self.set.find(description.pool)
         spec = spec_of(description, named.spec.usd_per_gpu_hour if named is not None else self._usd_per_gpu_hour)
         role = description.role
-        if self.set.of_role(role).get(spec.name) is None:
-            self._add_pool(role, spec)
-        pool = self.set.of_role(role)[spec.name]
+        pool = self.set.of_role(role).get(spec.name) or self._add_pool(role, spec)
+        link: GroupLink
 
         def on_change() -> None:
-            pool.forget_health()
+            pool.refresh(link)
             self.room_may_be(pool)
 
-        link: GroupLink
         if role == types_pb2.ROLE_PREFILL:
             link = PrefillLink(description, on_change, pool.may_rest, self._liveness, self._wire)
         else:
             link = DecodeLink(description, self.router_id, on_change, pool.may_rest, self._liveness, self._wire)
-        pool.take_spec(spec, self.profile)
-        pool.links[description.group] = link
-        pool.forget_health()
+        if pool.take_spec(spec, self.profile):
+            self.set.changed()
+        pool.add(link)
         link.start()
-        self._check_joins()
         logger.info("group %s of pool %s at %s", description.group, description.pool, description.address)
-
-    def _check_joins(self) -> None:
-        self.not_joinable = {}
-        for prefill in self.set.prefill.values():
-            for decode in self.set.decode.values():
-                src, dst = prefill.spec, decode.spec
-                if src.kv is None or dst.kv is None:
-                    continue
-                try:
-                    check_join(src.kv, src.tp, dst.kv, dst.tp)
-                except LayoutMismatch as exc:
-                    self.not_joinable[src.name, dst.name] = exc.message
 
     def _close(self, link: GroupLink) -> None:
         task = asyncio.get_running_loop().create_task(link.close())
@@ -167,46 +144,23 @@ class Pools:
 
     def no_room(self, pool: DecodePool, key: object) -> None:
         """`key` found no room on any group of the pool."""
-        if pool.front is None:
-            pool.front = key
-        pool.front_may_ask = False
+        pool.no_room(key)
         asyncio.get_running_loop().call_later(ROOM_RETRY_S, self.room_may_be, pool)
 
     def leave_front(self, key: object) -> None:
         """`key` has room, or no longer wants any."""
-        for pool in self.set.decode.values():
-            if pool.front is key:
-                pool.front = None
-                self.schedule_pump()
+        if any([pool.leave_front(key) for pool in self.set.decode.values()]):
+            self.schedule_pump()
 
     def _pump_all(self) -> None:
         self._pump_due = False
         now_s = asyncio.get_running_loop().time()
         for pool in self.set.prefill.values():
-            if len(pool.queue):
-                self._pump(pool, now_s)
-
-    def _pump(self, pool: PrefillPool, now_s: float) -> None:
-        if not pool.healthy():
-            self._send_elsewhere(pool)
-        while free := [link for link in pool.healthy() if link.free_credits > 0]:
-            ticket = pool.queue.pop(now_s, functools.partial(self._is_blocked, {link.description.incarnation for link in free}))
-            if ticket is None:
-                return
-            assert isinstance(ticket, Waiter)
-            if ticket.granted.done():
-                continue  # its owner has gone and will not come back for it
-            link = min(
-                (x for x in free if x.description.incarnation not in ticket.avoid), key=lambda x: (-x.free_credits, x.busy_ms(now_s))
-            )
-            link.give(ticket, ticket.service_ms)
-            ticket.granted.set_result(link)
-
-    def _is_blocked(self, free: set[int], ticket: Ticket) -> bool:
-        """Whether none of the free groups will do, or the decode pool of the ticket has another request at its front."""
-        assert isinstance(ticket, Waiter)
-        decode = self.set.decode.get(ticket.decode_pool)
-        return free <= ticket.avoid or not (decode is None or decode.lets(ticket.owner))
+            if pool.queue and not pool.order:
+                self._send_elsewhere(pool)
+            for ticket, link in pool.bind(now_s, self.set.decode):
+                assert isinstance(ticket, Waiter)
+                ticket.granted.set_result(link)
 
     def _send_elsewhere(self, pool: PrefillPool) -> None:
         """No group is left: whoever waits here chooses again."""

@@ -27,7 +27,8 @@ class QueueLimits:
 
 @dataclass(eq=False)
 class Ticket:
-    """One request in line. Times in seconds of the caller's clock; `service_ms`: predicted prefill; `decode_pool`: "" if none is needed."""
+    """One request in line. Times in seconds of the caller's clock; `service_ms`: predicted prefill; `decode_pool`: "" if none is needed;
+    `owner`: the request behind it; `avoid`: incarnations that must not get it."""
 
     prompt_tokens: int
     service_ms: float
@@ -35,7 +36,14 @@ class Ticket:
     enqueued_s: float
     priority: int = 0
     decode_pool: str = ""
+    owner: object = None
+    avoid: frozenset[int] = frozenset()
     key: tuple[float, int] = field(default=(0.0, 0), repr=False)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return False
 
     def rank(self, sequence: int) -> None:
         self.key = (self.enqueued_s - self.priority * AGEING_S_PER_LEVEL, sequence)
@@ -49,6 +57,7 @@ class PrefillQueue:
         self.limits = limits
         self.prompt_tokens = 0
         self.service_ms = 0.0
+        self.version = 0  # counts comings and goings
         self._tickets: list[Ticket] = []  # sorted by key
         self._sequence = 0
         self._ms_by_priority: dict[int, float] = {}
@@ -129,6 +138,7 @@ class PrefillQueue:
         self._account(self._tickets.pop(i), -1)
 
     def _account(self, ticket: Ticket, sign: int) -> None:
+        self.version += 1
         self.prompt_tokens += sign * ticket.prompt_tokens
         level = self._ms_by_priority.get(ticket.priority, 0.0) + sign * ticket.service_ms
         self._ms_by_priority[ticket.priority] = level

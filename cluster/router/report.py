@@ -53,31 +53,30 @@ def actual_of(job: Job, decision: Decision) -> Prediction:
 def prefill_and_decode_usd(stamps: Stamps, decision: Decision) -> tuple[float, float]:
     """What a finished job cost in either pool [dollars]."""
     prefill_s, decode_s = _gpu_seconds(stamps, decision)
-    decode_price = decision.decode.pool.spec.usd_per_gpu_hour if decision.decode else 0.0
-    return prefill_s * decision.prefill.pool.spec.usd_per_gpu_hour / 3600, decode_s * decode_price / 3600
+    decode_price = decision.decode_pool.usd_per_gpu_hour if decision.decode_pool else 0.0
+    return prefill_s * decision.prefill_pool.usd_per_gpu_hour / 3600, decode_s * decode_price / 3600
 
 
 def _gpu_seconds(stamps: Stamps, decision: Decision) -> tuple[float, float]:
     """In the prefill and the decode pool; of a decode group the job's share of the batch counts."""
-    decode = decision.decode.pool.spec if decision.decode else None
+    decode = decision.decode_pool
     share = occupancy(decode, decision.shape) * decode.gpus if decode else 0.0
-    return decision.prefill.pool.spec.gpus * stamps.prefill_ms / 1e3, share * _decode_ms(stamps) / 1e3
+    return decision.prefill_pool.gpus * stamps.prefill_ms / 1e3, share * _decode_ms(stamps) / 1e3
 
 
-def learn(job: Job, decision: Decision, prefill: PrefillPool, decode: DecodePool | None, now_s: float) -> None:
-    """Feeds the corrections. Only first attempts teach: a resumed job's stamps mix two groups."""
-    if job.attempts != 1:
-        return
-    stamps, predicted = job.stamps, decision.prediction
-    size = decision.shape.prompt
+def learn(stamps: Stamps, tokens: int, decision: Decision, prefill: PrefillPool, decode: DecodePool | None, now_s: float) -> None:
+    """Feeds the corrections with a request that finished after `tokens` at its first attempt: the stamps of others mix two groups."""
+    predicted, size = decision.prediction, decision.shape.prompt
     prefill.correction.observe(size, prefill_ms(prefill.prepared, size), stamps.prefill_ms, now_s)
     if stamps.started_s and predicted.queue_ms == 0.0:
         prefill.dispatch.observe((stamps.first_token_s - stamps.arrived_s) * 1e3 - stamps.prefill_ms)
-    if decode is None or decision.decode is None or len(job.tokens) < 3:
+    prefill.has_learnt()
+    if decode is None or decision.decodes is None or tokens < 3:
         return
-    steps = len(job.tokens) - 1
-    decode.transfer.observe(predicted.transfer_ms / decision.decode.transfer_factor, stamps.transfer_ms, now_s)
-    decode.itl.observe(decision.decode.itl_ms / decision.decode.itl_factor, _decode_ms(stamps) / steps, now_s)
+    side, column = decision.decodes, decision.chosen[1]
+    decode.transfer.observe(predicted.transfer_ms / float(side.transfer_factor[column]), stamps.transfer_ms, now_s)
+    decode.itl.observe(float(side.itl_ms[column] / side.itl_factor[column]), _decode_ms(stamps) / (tokens - 1), now_s)
+    decode.has_learnt()
 
 
 def _decode_ms(stamps: Stamps) -> float:

@@ -81,8 +81,10 @@ class RouterServicer:
         if request.HasField("latency_weight"):
             stand_in.latency_weight = request.latency_weight
         checked = check_request(stand_in, limits)
-        aim = self._dispatcher.aim_of(checked.latency_weight, checked.ttft_slo_ms, checked.itl_slo_ms)
-        return explain(self._dispatcher.plan(self._dispatcher.shape_of(request.prompt_tokens, sampling.max_tokens), aim))
+        chooser = self._dispatcher.chooser
+        aim = chooser.aim_of(checked.latency_weight, checked.ttft_slo_ms, checked.itl_slo_ms)
+        shape = chooser.shape_of(request.prompt_tokens, sampling.max_tokens)
+        return explain(chooser.plan(shape, aim, asyncio.get_running_loop().time()))
 
     async def get_loads(self, request: router_pb2.GetLoadsRequest) -> router_pb2.GetLoadsResponse:
         groups = [
@@ -92,9 +94,7 @@ class RouterServicer:
         ]
         queues = []
         for pool in self._pools.set.prefill.values():
-            now_s = asyncio.get_running_loop().time()
-            busy_ms = [link.busy_ms(now_s) for link in pool.healthy()]
-            wait_s = pool.wait_ms(busy_ms) / 1e3 if busy_ms else 0.0
+            wait_s = pool.wait_ms(pool.order, asyncio.get_running_loop().time()) / 1e3 if pool.order else 0.0
             queues.append(
                 router_pb2.QueueStatus(
                     pool=pool.spec.name, requests=len(pool.queue), prompt_tokens=pool.queue.prompt_tokens, predicted_wait_s=wait_s
@@ -112,7 +112,7 @@ class RouterServicer:
             raise InvalidRequestError("pool", f"no pool {request.pool!r}; there are: {known}")
         if request.state not in (router_pb2.POOL_STATE_ACTIVE, router_pb2.POOL_STATE_DRAINING):
             raise InvalidRequestError("state", "must be POOL_STATE_ACTIVE or POOL_STATE_DRAINING")
-        pool.state = request.state
+        pool.set_state(request.state)
         logger.info("pool %s is now %s", pool.spec.name, router_pb2.PoolState.Name(request.state))
         return router_pb2.SetPoolStateResponse(pool=pool_to_proto(pool))
 
@@ -149,9 +149,9 @@ def pool_to_proto(pool: Pool) -> router_pb2.Pool:
 
 def is_ready(pools: Pools) -> bool:
     """Whether some pair of open, healthy pools can be joined."""
-    prefills = [pool.spec.name for pool in pools.set.prefill.values() if pool.is_open and pool.healthy()]
-    decodes = [pool.spec.name for pool in pools.set.decode.values() if pool.is_open and pool.healthy()]
-    return any((p, d) not in pools.not_joinable for p in prefills for d in decodes)
+    prefills = [pool.spec.name for pool in pools.set.prefill.values() if pool.is_open and pool.order]
+    decodes = [pool.spec.name for pool in pools.set.decode.values() if pool.is_open and pool.order]
+    return any((p, d) not in pools.set.not_joinable for p in prefills for d in decodes)
 
 
 class RouterServer:

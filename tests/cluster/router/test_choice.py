@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, predict, prefill_ms, prepare_decode, prepare_prefill
 from cluster.profile import builtin_profile
-from cluster.router.choice import Aim, DecodeOffer, Exclusion, Out, PrefillOffer, at_pair, choose, explain, spread
+from cluster.router.choice import Aim, Exclusion, Out, at_pair, choose, explain, spread
 from common.errors import InvalidRequestError, LayoutMismatch, OverloadedError, WorkerLost
 from common.kv_layout import KVGeometry
+from tests.support.offers import DecodeOffer, PrefillOffer, decode_side, prefill_side
 
 KV = KVGeometry(4, 8, 64, 16, "bfloat16", 128, (True, False, True, False))
 PROFILE = builtin_profile(36, on_cuda=True)
@@ -22,7 +23,7 @@ SHAPE = Shape(prompt=4000, output=200, worst=4200)
 
 def prefill(name: str = "p", shape: Shape = SHAPE, *, tp: int = 1, wait_ms: float = 0.0, usd: float = 3.0, out=None) -> PrefillOffer:
     pool = prepare_prefill(PROFILE, PoolSpec(name, tp=tp, ep=tp, weights="fp8", usd_per_gpu_hour=usd))
-    return PrefillOffer(pool, f"{name}-0", wait_ms, 0.0, prefill_ms(pool, shape.prompt), out)
+    return PrefillOffer(pool, wait_ms, prefill_ms(pool, shape.prompt), out)
 
 
 def decode(
@@ -37,15 +38,15 @@ def decode(
     out=None,
 ) -> DecodeOffer:
     pool = prepare_decode(PROFILE, PoolSpec(name, tp=tp, ep=tp, usd_per_gpu_hour=usd, capacity_tokens=1 << 20, kv=KV))
-    return DecodeOffer(pool, f"{name}-0", itl_ms(pool, PairLoad(0.0, batch, context), shape), wait_ms, out=out)
+    return DecodeOffer(pool, itl_ms(pool, PairLoad(0.0, batch, context), shape), wait_ms, out=out)
 
 
 def decide(prefills, decodes, w: float = 0.5, shape: Shape = SHAPE, seed: int = 1, not_joinable=(), **slo):
-    return choose(PROFILE, prefills, decodes, shape, Aim(w, **slo), seed, dict(not_joinable))
+    return choose(PROFILE, prefill_side(prefills), decode_side(decodes, shape), shape, Aim(w, **slo), seed, dict(not_joinable))
 
 
 def names(decision) -> tuple[str, str]:
-    return decision.prefill.pool.spec.name, decision.decode.pool.spec.name if decision.decode else ""
+    return decision.prefill_pool.name, decision.decode_pool.name if decision.decode_pool else ""
 
 
 prices = st.floats(0.1, 20)
