@@ -1,4 +1,4 @@
-"""`tandem controller` and `tandem prepare`: what pods of the chart and start commands of `ray up` run on their nodes."""
+"""`tandem controller`, `prepare` and `probe`: what pods of the chart and nodes of `ray up` run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.app import ConfigOption, SetOption, app, read_config
+from cluster.cli.app import ConfigOption, SetOption, app, out, read_config
 from common.logs import configure_logging
 
 
@@ -43,3 +43,15 @@ def prepare(
             report.write_text(line)
 
     node.prepare(tree, node.pool_of(tree, pool), say, timeout_s)
+
+
+@app.command(hidden=True)
+def probe(
+    config: ConfigOption,
+    ready: Annotated[bool, typer.Option("--ready", help="Also ask whether a pair of pools can serve.")] = False,
+    set_: SetOption = None,
+) -> None:
+    """Ask the router of this host for its health, as its configuration says it is to be spoken to; says what it waits for."""
+    from cluster.router_probe import probe_router
+
+    out.print(probe_router(read_config(config, set_), wants_ready=ready))
