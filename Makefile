@@ -7,6 +7,7 @@ BIN := .venv/bin
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	-$(BIN)/python -m tools.chart.get_helm
 	touch $@
 
 demo: .venv/ready  ## a local cluster with real pools, transfer and gRPC; three conversations; shut down clean

@@ -1,0 +1,3 @@
+{{- define "tandem.configKeys" -}}
+["model", "pools", "prices", "kv", "router", "autoscale", "cluster", "security", "metrics"]
+{{- end -}}
