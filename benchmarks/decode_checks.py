@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, random_decode, random_weights, shuffled_table
+from benchmarks.decode_served import check_served
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import cuda_library, decode_fused
 from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
@@ -258,4 +259,5 @@ CHECKS: dict[str, Callable[[], str]] = {
     "experts 20b": check_moe_20b,
     "experts 120b": check_moe_120b,
     "whole step": check_step,
+    "tiny model served": check_served,
 }

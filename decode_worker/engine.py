@@ -17,8 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from common.errors import DeadlineError, InvalidRequestError, OverloadedError, RemoteError, ServingError
 from common.proto import plan_pb2, types_pb2, worker_pb2
 from decode_worker import commands as cmd
@@ -28,7 +26,7 @@ from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler, Place
 from decode_worker.sequence import Sequence
 from model.control import LeaderChannel
-from model.sampling import sample
+from model.sampling import TokenChoice
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.1  # leases, fences and deadlines are looked at this often while there are any
@@ -209,16 +207,15 @@ class DecodeEngine:
                 self._put_error(sequence, error)
             for sequence in outcome.admitted:
                 self._running[sequence.internal_id] = sequence
-        logits = self._executor.forward(plan)
-        if logits is not None:
-            self._sample(rows, logits)
+        choices = self._executor.step(plan, [sequence.state for sequence in rows])
+        if rows:
+            self._advance(rows, choices)
             self._step += 1
             now_s = self._clock()
             self._last_step_s = now_s - started_s
             self._metrics.stepped(self._last_step_s, len(rows), now_s)
 
-    def _sample(self, rows: list[Sequence], logits: Tensor) -> None:
-        choices = sample(logits.float(), [sequence.state for sequence in rows])
+    def _advance(self, rows: list[Sequence], choices: list[TokenChoice | ServingError]) -> None:
         for sequence, choice in zip(rows, choices, strict=True):
             if isinstance(choice, ServingError):
                 logger.error("request %s failed: %s", sequence.internal_id, choice)

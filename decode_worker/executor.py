@@ -1,20 +1,20 @@
 """One rank's part of a decode group: carries out plans on this rank's KV pools, receiver and model.
 
-Every rank of the group runs the same plans in the same order; only the leader knows why. Owns the KV tensors and the block tables.
+Every rank of the group runs the same plans in the same order; only the leader knows why. Owns the block tables.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
 from common.errors import ServingError
 from common.kv_layout import KVGeometry
 from common.proto import plan_pb2, worker_pb2
 from decode_worker.block_ring import BlockTables
 from kv_transfer.receiver import Receiver
-from model.batch import SequenceView, build_decode_batch
-from model.build import Forward
-from model.kv_cache import KVCache
+from model.batch import SequenceView
+from model.decode_step import DecodeStep
+from model.sampling import SamplingState, TokenChoice
 
 
 def wants_reply(plan: plan_pb2.DecodePlan) -> bool:
@@ -24,16 +24,11 @@ def wants_reply(plan: plan_pb2.DecodePlan) -> bool:
 class DecodeExecutor:
     """Called from the rank's engine thread alone."""
 
-    def __init__(self, model: Forward, kv: KVCache, receiver: Receiver, device: str):
-        self._model = model
-        self._kv = kv
+    def __init__(self, step: DecodeStep, geometry: KVGeometry, receiver: Receiver):
+        self.geometry = geometry
+        self._step = step
         self._receiver = receiver
-        self._device = device
         self._tables: dict[int, BlockTables] = {}
-
-    @property
-    def geometry(self) -> KVGeometry:
-        return self._kv.geometry
 
     def endpoints(self) -> list[worker_pb2.Endpoint]:
         """How prefill ranks reach this rank's pools."""
@@ -63,12 +58,16 @@ class DecodeExecutor:
             self._receiver.revoke(transfer_id)
         return reply
 
-    def forward(self, plan: plan_pb2.DecodePlan) -> Tensor | None:
-        """One step of the plan's rows. Returns: logits [rows, V] fp32 on rank 0, None on the others or without rows"""
+    def step(self, plan: plan_pb2.DecodePlan, states: Sequence[SamplingState] | None) -> list[TokenChoice | ServingError]:
+        """One step of the plan's rows.
+
+        Units: states: what row r is sampled by, on rank 0; None on the others
+        Returns: row by row what was picked; nothing on the others or without rows
+        """
         if not plan.rows:
-            return None
+            return []
         views = [self._view(row) for row in plan.rows]
-        return self._model.forward(build_decode_batch(views, self.geometry.block_size_tokens, self._device), self._kv)
+        return self._step.step(views, [row.transfer_id for row in plan.rows], states) or []
 
     def received(self) -> dict[str, int]:
         """Transfer messages of this rank by verdict; from any thread."""

@@ -19,4 +19,4 @@ def follow(channel: FollowerChannel, executor: DecodeExecutor) -> None:
         reply = executor.operate(plan)
         if wants_reply(plan):
             channel.reply(reply.SerializeToString())
-        executor.forward(plan)
+        executor.step(plan, None)

@@ -92,7 +92,7 @@ class DecodeRank:
             transports=self._transports,
             buffer=buffer,
         )
-        return DecodeExecutor(started.built.ready(kv), kv, receiver, spec.device)
+        return DecodeExecutor(started.built.decode_step(kv, spec.device), geometry, receiver)
 
     def _lead(self, started: StartedRank, executor: DecodeExecutor, control: LeaderChannel) -> types_pb2.GroupDescription:
         spec, server = self.spec, started.server

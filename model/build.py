@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import RankSpec
-from model.batch import StepBatch
+from model.build_decode import build_decode_cuda, open_decode_cuda
 from model.config import ModelConfig, check_layout, load_model_config
+from model.decode_step import DecodeStep, Forward, PlainDecodeStep
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
@@ -22,23 +21,25 @@ from model.weights import load_shard
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Forward(Protocol):
-    """One rank's forward pass; `GptOss.forward` says what it takes and returns."""
-
-    def forward(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor | None: ...
-
-
 @dataclass(frozen=True)
 class BuiltModel:
-    """`warm`, if set, compiles and captures for the rank's own pools, together with the other ranks, and gives the forward pass to use."""
+    """`warm`, if set, compiles and captures for the rank's own pools, together with the other ranks, and gives the forward pass to use;
+    `decode` does the same for a decode step that is no forward pass with sampling behind it."""
 
     config: ModelConfig
-    model: Forward
+    model: Forward | None
     warm: Callable[[KVCache], Forward] | None = None
+    decode: Callable[[KVCache], DecodeStep] | None = None
 
     def ready(self, kv: KVCache) -> Forward:
         """The forward pass to serve with. Every rank calls it once, when its pools exist and before it takes requests."""
-        return self.warm(kv) if self.warm is not None else self.model
+        model = self.warm(kv) if self.warm is not None else self.model
+        assert model is not None  # what has a decode step alone is built for decode pools alone
+        return model
+
+    def decode_step(self, kv: KVCache, device: str) -> DecodeStep:
+        """The same for a decode pool: the device's own step, or that of the forward pass."""
+        return self.decode(kv) if self.decode is not None else PlainDecodeStep(self.ready(kv), kv, device)
 
 
 BuildModel = Callable[[RankSpec, ParallelGroup], BuiltModel]
@@ -49,6 +50,9 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
 
     Raises: ConfigError if checkpoint or layout can't be served; NotSupportedError for a device without a forward pass
     """
+    if spec.device == "cuda" and spec.role == "decode":
+        config, packed = build_decode_cuda(spec, group)
+        return BuiltModel(config, None, decode=lambda kv: open_decode_cuda(spec, config, packed, kv))
     if spec.device != "cpu":
         raise NotSupportedError(f"a {spec.role} pool on {spec.device}: the forward pass exists for cpu")
     if spec.compute_dtype not in TORCH_DTYPE:

@@ -6,10 +6,13 @@ Called by the decode worker's GPU rank and `benchmarks/decode.py`. Legend: B row
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from common.errors import ConfigError, NotSupportedError
 from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding
@@ -27,12 +30,13 @@ from kernels.decode_fused import (
 from kernels.moe_decode import ExpertWeights, experts_decode, pack_mxfp4
 from kernels.reference import yarn_inv_freq_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
-from model.config import ModelConfig
+from model.config import MXFP4_GROUP, ModelConfig
 from model.kv_cache import KVCache
 from model.shards import LayerShard, Mxfp4Matrix, ShardWeights
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS_PER_ROUTE_COUNTER = 8
+ROUTER_ROWS, NEVER_CHOSEN = 16, -1e30
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,26 @@ class DecodeWeights:
     lm_head: Tensor
 
 
-def pack_weights(shard: ShardWeights) -> DecodeWeights:
+def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -> DecodeWeights:
     """A loaded shard in the decode kernels' layouts.
 
-    Effects: memory of the experts is held twice for one layer at a time if the caller drops the shard
+    Units: layers: taken from the left one by one in place of the shard's own, so that memory holds one layer twice at most
     Raises: NotSupportedError unless the experts are MXFP4 and whole
     """
-    return DecodeWeights(shard.embed, tuple(_pack_layer(layer) for layer in shard.layers), shard.norm, shard.lm_head)
+    left = deque(shard.layers) if layers is None else layers
+    packed = []
+    while left:
+        packed.append(_pack_layer(left.popleft()))
+    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head)
 
 
 def _pack_layer(layer: LayerShard) -> DecodeLayer:
     experts = layer.experts
     if not isinstance(experts.gate_up, Mxfp4Matrix) or not isinstance(experts.down, Mxfp4Matrix):
         raise NotSupportedError("decode on the GPU takes MXFP4 experts; set weights: mxfp4 for this pool")
+    hidden = experts.gate_up.blocks.shape[2] * MXFP4_GROUP
+    gate_up, gate_up_bias = _pad_rows(experts.gate_up, experts.gate_up_bias, 2 * hidden)
+    router, router_bias = _pad_router(layer.router, layer.router_bias)
     return DecodeLayer(
         attn_norm=layer.attn_norm,
         qkv=pack_qkv(layer.qkv),
@@ -82,16 +93,43 @@ def _pack_layer(layer: LayerShard) -> DecodeLayer:
         o=layer.o,
         o_bias=layer.o_bias,
         mlp_norm=layer.mlp_norm,
-        router=layer.router,
-        router_bias=layer.router_bias,
+        router=router,
+        router_bias=router_bias,
         experts=ExpertWeights(
-            pack_mxfp4(experts.gate_up.blocks, experts.gate_up.scales, gate_up=True),
-            experts.gate_up_bias.bfloat16(),
-            pack_mxfp4(experts.down.blocks, experts.down.scales, gate_up=False),
+            pack_mxfp4(gate_up.blocks, gate_up.scales, gate_up=True),
+            gate_up_bias.bfloat16(),
+            pack_mxfp4(*_pad_groups(experts.down, hidden // MXFP4_GROUP), gate_up=False),
             experts.down_bias.bfloat16(),
             experts.first_expert,
         ),
     )
+
+
+def _pad_rows(matrix: Mxfp4Matrix, bias: Tensor, rows: int) -> tuple[Mxfp4Matrix, Tensor]:
+    """Zero rows at the end: the kernel's two products are of one width, that of the hidden state; gpt-oss itself has it."""
+    missing = rows - matrix.blocks.shape[1]
+    padded = Mxfp4Matrix(pad(matrix.blocks, (0, 0, 0, 0, 0, missing)), pad(matrix.scales, (0, 0, 0, missing)))
+    return (padded, pad(bias, (0, missing))) if missing else (matrix, bias)
+
+
+def _pad_groups(matrix: Mxfp4Matrix, groups: int) -> tuple[Tensor, Tensor]:
+    missing = groups - matrix.blocks.shape[2]
+    return pad(matrix.blocks, (0, 0, 0, missing)), pad(matrix.scales, (0, missing))
+
+
+def _pad_router(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """To whole tiles of 16 experts; those that do not exist are never chosen."""
+    missing = -weight.shape[0] % ROUTER_ROWS
+    return pad(weight, (0, 0, 0, missing)), pad(bias, (0, missing), value=NEVER_CHOSEN)
+
+
+class SmallInputs(NamedTuple):
+    """Shapes: token_ids, seq_lens, sliding_start [B] int32; sliding_table [B, 9] int32"""
+
+    token_ids: Tensor
+    seq_lens: Tensor
+    sliding_start: Tensor
+    sliding_table: Tensor
 
 
 class StepInputs:
@@ -105,12 +143,16 @@ class StepInputs:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.token_ids = ints(rows)
-        self.seq_lens = ints(rows)
-        self.sliding_start = ints(rows)
+        self._rows, self._sliding_blocks = rows, sliding_blocks
+        self.packed = ints(rows * (3 + sliding_blocks))
+        self.token_ids, self.seq_lens, self.sliding_start, self.sliding_table = self.split(self.packed)
         self.full_table = ints(rows, full_blocks)
-        self.sliding_table = ints(rows, sliding_blocks)
         self.sampling = SamplingRows.greedy(rows, device)
+
+    def split(self, packed: Tensor) -> SmallInputs:
+        """Views of `packed`, or of another tensor of its shape: what changes in every step, in one piece."""
+        tokens, lens, starts = (packed[i * self._rows : (i + 1) * self._rows] for i in range(3))
+        return SmallInputs(tokens, lens, starts, packed[3 * self._rows :].view(self._rows, self._sliding_blocks))
 
 
 class _Scratch:
@@ -133,7 +175,7 @@ class _Scratch:
         self.qkv, self.q = bf16(rows, layer.qkv.shape[0]), bf16(rows, q_heads, config.head_dim)
         self.attention = bf16(rows, q_heads, config.head_dim)
         self.hidden, self.pairs = bf16(rows * k, config.intermediate_size), bf16(rows, k, hidden)
-        self.route_logits, self.expert_weights = fp32(rows, config.num_experts), fp32(rows, k)
+        self.route_logits, self.expert_weights = fp32(rows, layer.router.shape[0]), fp32(rows, k)
         self.expert_ids, self.route_arrived = ints(rows, k), ints(-(-rows // TOKENS_PER_ROUTE_COUNTER))
         self.experts_arrived = ints(2)
         self.cos_sin = fp32(rows, config.head_dim // 2, 2)
@@ -164,17 +206,19 @@ class CudaDecode:
         max_positions: int,
         device: torch.device | str,
     ):
+        if max_batch > BUCKETS[-1]:
+            raise ConfigError(f"decode on the GPU takes up to {BUCKETS[-1]} sequences, got max_batch {max_batch}")
         if kv.full.shape[-2:] != (16, 64):
             raise ConfigError(f"decode on the GPU takes KV blocks of 16 tokens and heads of 64, got {tuple(kv.full.shape[-2:])}")
         self.config = config
         self.logits_override: Tensor | None = None
         self._weights = weights
         self._kv = kv
-        self._block_size = kv.full.shape[-2]
-        full_blocks = -(-max_positions // self._block_size)
-        sliding_blocks = -(-(config.window_tokens - 1) // self._block_size) + 1
+        self.block_size = kv.full.shape[-2]
+        full_blocks = -(-max_positions // self.block_size)
+        sliding_blocks = -(-(config.window_tokens - 1) // self.block_size) + 1
         self.inputs = StepInputs(max_batch, full_blocks, sliding_blocks, device)
-        kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self._block_size)
+        kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self.block_size)
         vocab = weights.lm_head.shape[0]
         self._scratch = _Scratch(config, weights.layers[0], vocab, max_batch, kv_tokens, kv.full.shape[3], device)
         inv_freq, self._concentration = yarn_inv_freq_ref(
@@ -206,7 +250,7 @@ class CudaDecode:
             inputs.sliding_start[:rows],
             self._inv_freq,
             concentration=self._concentration,
-            block_size=self._block_size,
+            block_size=self.block_size,
             cos_sin=s.cos_sin[:rows],
             full_slots=s.full_slots[:rows],
             sliding_slots=s.sliding_slots[:rows],
@@ -307,3 +351,10 @@ class CudaDecode:
     def replay(self, rows: int, *, all_greedy: bool = True) -> None:
         """Enqueues the recorded step of a bucket."""
         self._graphs[rows, all_greedy].replay()
+
+    def run(self, rows: int, *, all_greedy: bool) -> None:
+        """Enqueues a step of the first `rows` rows: the recorded one if there is one."""
+        if (rows, all_greedy) in self._graphs:
+            self.replay(rows, all_greedy=all_greedy)
+        else:
+            self.step(rows, all_greedy=all_greedy)

@@ -27,6 +27,20 @@ class TokenChoice:
     logprobs: types_pb2.TokenLogprobs | None = None
 
 
+@dataclass(frozen=True)
+class DeviceSampling:
+    """What a sampler on a GPU needs of a row. Units: temperature 0 for greedy; top_k 0, top_p 1, min_p 0 for off; seed: 63 bits"""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+GREEDY = DeviceSampling(0.0, 0, 1.0, 0.0, 0)
+
+
 class SamplingState:
     """What sampling needs to know of one sequence besides its logits. Mutated by `record` alone.
 
@@ -60,11 +74,25 @@ class SamplingState:
             self._seen[token_id] = True
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the token is just the largest raw logit now."""
+    def is_unmasked(self) -> bool:
+        """Whether `adjust` changes nothing now."""
         p = self.params
         masks = p.logit_bias or p.allowed_token_ids or (self.num_output < p.min_tokens and len(self._stop_ids))
-        return p.temperature == 0 and not masks and self._counts is None and self._seen is None
+        return not masks and self._counts is None and self._seen is None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token is just the largest raw logit now."""
+        return self.params.temperature == 0 and self.is_unmasked
+
+    def on_device(self) -> DeviceSampling | None:
+        """What a GPU needs to pick the next token alone; None if that takes the logits here."""
+        p = self.params
+        if p.logprobs is not None or not self.is_unmasked:
+            return None
+        if p.temperature == 0:
+            return GREEDY
+        return DeviceSampling(p.temperature, p.top_k or 0, p.top_p, p.min_p, self._seed & (2**63 - 1))
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on the seed and the index of the next output token alone (Philox 4x64, counter = index)."""

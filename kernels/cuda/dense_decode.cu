@@ -273,7 +273,7 @@ int launch_one(const DenseArgs& a, const Epilogue& e, dim3 grid, void* stream) {
   return launch(dense_gemm<WARPS, UNITS, NT, STAGES, Epilogue>, grid, WARPS * 32, kShared, stream, a, e);
 }
 
-// Columns are warps x units x 32. 2880: hidden; 4096 / 2048 / 1024 / 512: heads of one, two, four, eight ranks.
+// Columns are warps x units x 32. 2880: hidden; 4096 / 2048 / 1024 / 512: heads of one, two, four, eight ranks; 256: the tiny model.
 template <int NT, typename Epilogue>
 int launch_columns(const DenseArgs& a, const Epilogue& e, int columns, dim3 grid, void* stream) {
   switch (columns) {
@@ -281,6 +281,7 @@ int launch_columns(const DenseArgs& a, const Epilogue& e, int columns, dim3 grid
     case 256: return launch_one<4, 2, NT, 2>(a, e, grid, stream);
     case 512: return launch_one<4, 4, NT, 2>(a, e, grid, stream);
 #else
+    case 256: return launch_one<4, 2, NT, 2>(a, e, grid, stream);
     case 2880: return launch_one<10, 9, NT, 9>(a, e, grid, stream);
     case 4096: return launch_one<16, 8, NT, 4>(a, e, grid, stream);
     case 2048: return launch_one<16, 4, NT, 4>(a, e, grid, stream);

@@ -414,6 +414,8 @@ extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void
   if (columns != 192) return -1;
   return tokens <= 8 ? launch_moe<3, 2, 1, 1, 4, true>(a, blocks, stream) : launch_moe<2, 3, 3, 3, 2, true>(a, blocks, stream);
 #else
+  if (columns == 256)  // the tiny model
+    return tokens <= 8 ? launch_moe<4, 2, 2, 1, 3, true>(a, blocks, stream) : launch_moe<4, 2, 1, 2, 3, true>(a, blocks, stream);
   if (columns != 2880) return -1;
   if (variant == 0)
     return tokens <= 8 ? launch_moe<15, 6, 6, 1, 3, false>(a, blocks, stream) : launch_moe<15, 6, 6, 2, 3, false>(a, blocks, stream);

@@ -22,6 +22,7 @@ from kv_transfer.ledger import TransferLedger
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import Receiver
 from model.control import LeaderChannel
+from model.decode_step import PlainDecodeStep
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
 from tests.support.fake_model import CONFIG, FakeModel, FakeModelBuilder
@@ -49,10 +50,11 @@ class Bench:
         )
         self.commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self.outputs: list[worker_pb2.SequenceOutput] = []
+        model = FakeModel(FakeModelBuilder(decode_s=1e-4), LocalGroup())
         self.engine = DecodeEngine(
             self.scheduler,
             reservations,
-            DecodeExecutor(FakeModel(FakeModelBuilder(decode_s=1e-4), LocalGroup()), kv, self.receiver, "cpu"),
+            DecodeExecutor(PlainDecodeStep(model, kv, "cpu"), GEOMETRY, self.receiver),
             LeaderChannel([]),
             ModelFacts(CONFIG.vocab_size, 4096, frozenset(CONFIG.eos_token_ids), None),
             self.commands,

@@ -1,0 +1,95 @@
+"""The tiny trained model through the decode step that a GPU pool serves with, against the plain fp32 forward on the CPU.
+
+From checkpoint folder to tokens: loading, packing, graphs, rows that come and go. A check of `benchmarks/decode.py` and of the GPU tests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from common.rank_spec import RankSpec
+from common.requests import SamplingParams
+from model.batch import SequenceView, build_decode_batch, build_prefill_batch
+from model.build import build_model
+from model.gpt_oss import GptOss
+from model.kv_cache import KVCache
+from model.parallel import LocalGroup
+from model.sampling import SamplingState, TokenChoice
+from model.trained_fixture import PACKED, read_packed, write_trained_fixture
+from model.weights import load_shard
+
+BLOCK_SIZE, BLOCKS, STEPS = 16, 160, 24
+PROMPTS = (300, 20, 127, 131, 64)
+
+
+@dataclass
+class Running:
+    """A sequence whose blocks are its own for life; sliding layers use the ids of full ones."""
+
+    blocks: list[int]
+    tokens: list[int]
+    state: SamplingState
+    errors: list[float] = field(default_factory=list)
+
+    def view(self, window_tokens: int) -> SequenceView:
+        position = len(self.tokens) - 1
+        first = max(0, position + 1 - window_tokens) // BLOCK_SIZE
+        last = position // BLOCK_SIZE + 1
+        return SequenceView(self.tokens[-1:], position, self.blocks[:last], first, self.blocks[first:last])
+
+
+def check_served(device: str = "cuda") -> str:
+    """Greedy tokens of sequences that join one after the other and leave in another order.
+
+    Returns: a line for the table
+    Raises: AssertionError where a token is not the plain forward's likeliest, but for what bf16 blurs
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write_trained_fixture(path)
+        spec = RankSpec("decode", "g", "decode", str(path), 1, 1, 0, "", 1, b"", device=device, max_batch=4, max_model_len=1024)
+        built = build_model(spec, LocalGroup())
+        config = built.config
+        weights = load_shard(path, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="mxfp4")
+    plain = GptOss(config, weights, LocalGroup(), "cpu")
+    host = KVCache(config.kv_geometry(BLOCK_SIZE, "float32"), 1, 0, BLOCKS, BLOCKS, "cpu")
+    kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), 1, 0, BLOCKS, BLOCKS, device)
+    step = built.decode_step(kv, device)
+    known = read_packed(PACKED)[1]["official_ids"].tolist()
+    generator = torch.Generator().manual_seed(5)
+    free = torch.randperm(BLOCKS, generator=generator).tolist()
+
+    def admit(length: int) -> Running:
+        tokens = [known[i] for i in torch.randint(0, len(known), (length,), generator=generator).tolist()]
+        blocks = [free.pop() for _ in range(-(-(length + STEPS) // BLOCK_SIZE))]
+        state = SamplingState(SamplingParams(max_tokens=STEPS, temperature=0.0, seed=1), tokens, [], frozenset(), config.vocab_size)
+        running = Running(blocks, tokens, state)
+        view = SequenceView(tokens, 0, blocks, 0, blocks)
+        logits = plain.forward(build_prefill_batch(view, BLOCK_SIZE, "cpu"), host)
+        running.tokens.append(int(logits[0].argmax()))
+        for mine, theirs in ((kv.full, host.full), (kv.sliding, host.sliding)):
+            mine[:, blocks] = theirs[:, blocks].to(mine.dtype).to(mine.device)
+        return running
+
+    waiting, running, done, agreed, picked = list(PROMPTS), [], [], 0, 0
+    while waiting or running:
+        if waiting and len(running) < spec.max_batch:
+            running.append(admit(waiting.pop(0)))
+        views = [sequence.view(config.window_tokens) for sequence in running]
+        logits = plain.forward(build_decode_batch(views, BLOCK_SIZE, "cpu"), host)
+        choices = step.step(views, [id(sequence) for sequence in running], [sequence.state for sequence in running])
+        for sequence, choice, row in zip(running, choices, logits, strict=True):
+            assert isinstance(choice, TokenChoice), choice
+            sequence.errors.append(float((row.max() - row[choice.token_id]) / row.std()))
+            agreed, picked = agreed + int(choice.token_id == int(row.argmax())), picked + 1
+            sequence.tokens.append(choice.token_id)
+            sequence.state.record(choice.token_id)
+        done += [sequence for sequence in running if sequence.state.num_output == STEPS]
+        running = [sequence for sequence in running if sequence.state.num_output < STEPS]
+    worst = max(error for sequence in done for error in sequence.errors)
+    assert worst < 0.1, f"a token lies {worst:.3f} standard deviations below the plain forward's best"
+    return f"{agreed} of {picked} greedy tokens are the plain forward's, the worst {worst:.1e} standard deviations below its best"

@@ -1,0 +1,144 @@
+"""The GPU rank's decode step through the kernels' own source, run on the CPU: sequences come, go and change rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import ConfigError, ServingError
+from common.rank_spec import RankSpec
+from common.requests import SamplingParams
+from decode_worker.block_ring import BlockTables
+from model.batch import SequenceView, build_decode_batch
+from model.build import build_model
+from model.decode_cuda import CudaDecode, pack_weights
+from model.decode_step_cuda import CudaDecodeStep
+from model.gpt_oss import GptOss
+from model.kv_cache import KVCache
+from model.parallel import LocalGroup
+from model.sampling import SamplingState, sample
+from model.shards import Mxfp4Matrix
+from model.weights import load_shard
+from tests.support.emulated_cuda import emulated  # noqa: F401
+
+S, BLOCKS, MAX_BATCH = 16, 40, 4
+
+
+class Bench:
+    """The same weights and KV behind the CUDA step (bf16) and the plain forward (fp32)."""
+
+    def __init__(self, tiny):
+        self.config = tiny.config
+        load = {"tp": 1, "ep": 1, "rank": 0, "device": "cpu", "weights": "mxfp4"}
+        plain = load_shard(tiny.path, tiny.config, dtype=torch.float32, **load)
+        packed = load_shard(tiny.path, tiny.config, dtype=torch.bfloat16, **load)
+        layers = []
+        for index, layer in enumerate(packed.layers):
+            part = {
+                name: Mxfp4Matrix(*(tiny.tensors[f"model.layers.{index}.mlp.experts.{name}_proj_{kind}"] for kind in ("blocks", "scales")))
+                for name in ("gate_up", "down")
+            }
+            layers.append(replace(layer, experts=replace(layer.experts, **part)))
+        generator = torch.Generator().manual_seed(3)
+        self.caches = [KVCache(self.config.kv_geometry(S, dtype), 1, 0, BLOCKS, BLOCKS, "cpu") for dtype in ("bfloat16", "float32")]
+        for bf16, fp32 in ((self.caches[0].full, self.caches[1].full), (self.caches[0].sliding, self.caches[1].sliding)):
+            bf16.copy_(torch.randn(bf16.shape, generator=generator))
+            fp32.copy_(bf16)
+        self.free = torch.randperm(BLOCKS, generator=generator).tolist()
+        self.plain = GptOss(self.config, plain, LocalGroup(), "cpu")
+        weights = pack_weights(replace(packed, layers=tuple(layers)))
+        decode = CudaDecode(self.config, weights, self.caches[0], max_batch=MAX_BATCH, max_positions=20 * S, device="cpu")
+        self.step = CudaDecodeStep(decode, MAX_BATCH)
+        self.geometry = self.caches[0].geometry
+
+    def sequence(self, length: int, **params) -> Running:
+        ring = self.geometry.sliding_blocks_worst(1)
+        blocks = [self.free.pop() for _ in range(max(length // S + 2, ring))]
+        state = SamplingState(
+            SamplingParams(**{"max_tokens": 9, "temperature": 0, "seed": 1, **params}), [1], [], frozenset({2}), self.config.vocab_size
+        )
+        return Running(BlockTables(tuple(blocks), tuple(blocks[:ring])), length, 7 + length, state)
+
+    def run(self, sequences):
+        """One step. Returns: what was picked, and the plain forward's logits"""
+        views = [s.view(self.geometry) for s in sequences]
+        choices = self.step.step(views, [id(s) for s in sequences], [s.state for s in sequences])
+        logits = self.plain.forward(build_decode_batch(views, S, "cpu"), self.caches[1])
+        for sequence, choice in zip(sequences, choices, strict=True):
+            if not isinstance(choice, ServingError):
+                sequence.state.record(choice.token_id)
+                sequence.token, sequence.position = choice.token_id, sequence.position + 1
+        return choices, logits
+
+
+class Running:
+    def __init__(self, tables, position, token, state):
+        self.tables, self.position, self.token, self.state = tables, position, token, state
+
+    def view(self, geometry):
+        first, sliding = self.tables.sliding_at(geometry, self.position)
+        return SequenceView((self.token,), self.position, self.tables.full_until(geometry, self.position + 1), first, sliding)
+
+
+@pytest.fixture
+def bench(emulated, tiny):  # noqa: F811
+    return Bench(tiny)
+
+
+def assert_likeliest(choices, logits):
+    """Greedy tokens are the likeliest of the plain forward, but for what bf16 blurs."""
+    for choice, row in zip(choices, logits, strict=True):
+        assert row[choice.token_id] >= row.max() - 0.05 * row.std(), f"{row[choice.token_id]} of {row.max()}"
+
+
+def test_sequences_come_go_and_change_rows(bench):
+    a, b, c, d = (bench.sequence(n) for n in (15, 130, 40, 31))
+    for running in ([a], [a, b], [a, b, c], [b, c], [c, d, b], [d]):
+        assert_likeliest(*bench.run(running))
+
+
+def test_sampled_tokens_do_not_depend_on_row_or_batch(bench):
+    params = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 11}
+    a, other = bench.sequence(40, **params), bench.sequence(33)
+    alone = replaceable(a)
+    first = bench.run([a])[0][0].token_id
+    second = bench.run([other, alone])[0][1].token_id
+    assert first == second
+
+
+def replaceable(running):
+    """The same sequence at the same place: it writes the same KV again."""
+    state = SamplingState(running.state.params, [1], [], frozenset({2}), 1024)
+    return Running(running.tables, running.position, running.token, state)
+
+
+def test_rows_with_logprobs_and_masks_are_sampled_from_their_own_logits(bench):
+    rows = [bench.sequence(40), bench.sequence(33, logprobs=2), bench.sequence(20, allowed_token_ids=(5, 9))]
+    states = [replaceable(row).state for row in rows]
+    choices, _ = bench.run(rows)
+    own = sample(bench.step._decode.logits[:3].clone(), states)
+    assert [c.token_id for c in choices] == [c.token_id for c in own]
+    assert choices[0].logprobs is None
+    assert choices[1].logprobs == own[1].logprobs
+    assert choices[2].token_id in (5, 9)
+
+
+def test_nan_fails_its_own_sequence(bench):
+    rows = [bench.sequence(40), bench.sequence(33)]
+    bench.caches[0].full[0, rows[0].tables.full[0]] = float("nan")
+    choices, logits = bench.run(rows)
+    assert isinstance(choices[0], ServingError)
+    assert_likeliest(choices[1:], logits[1:])
+
+
+def test_ranks_above_the_first_pick_nothing(bench):
+    row = bench.sequence(40)
+    assert bench.step.step([row.view(bench.geometry)], [1], None) is None
+
+
+def test_weights_that_the_kernels_do_not_take_are_refused(tiny):
+    spec = RankSpec("p", "g", "decode", str(tiny.path), 1, 1, 0, "", 1, b"", device="cuda", weights="fp8")
+    with pytest.raises(ConfigError, match="mxfp4"):
+        build_model(spec, LocalGroup())
