@@ -22,8 +22,8 @@ from model.sampling import SamplingState, TokenChoice
 from model.trained_fixture import PACKED, read_packed, write_trained_fixture
 from model.weights import load_shard
 
-BLOCK_SIZE, BLOCKS, STEPS = 16, 160, 24
-PROMPTS = (300, 20, 127, 131, 64)
+BLOCK_SIZE, BLOCKS, STEPS = 16, 160, 16
+PROMPTS = (140, 20, 127, 131, 64)
 
 
 @dataclass
