@@ -7,7 +7,6 @@ is `frontend.http`'s. Rendering runs in threads: the encoder releases the GIL, s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,23 +65,23 @@ class Generation:
         stream = self._router.generate(self._job.request, timeout_s=self._job.timeout_s)
         is_first = True
         try:
-            async with contextlib.aclosing(aiter(stream)) as responses:
-                async for response in responses:
-                    if is_first:
-                        is_first = False
-                        self._metrics.ttft.observe(time.monotonic() - started)
-                        self.outcome.decision = await stream.route()
+            while not all(choice.is_finished for choice in self._choices):
+                responses = await stream.take()
+                if not responses:
+                    raise WorkerLost("the router ended the stream before the reply was complete")
+                if is_first:
+                    is_first = False
+                    self._metrics.ttft.observe(time.monotonic() - started)
+                    if stream.route:
+                        self.outcome.decision = router_pb2.RouteDecision.FromString(stream.route)
+                for response in _joined(responses):
                     update = self._on_response(response)
                     if update is not None:
                         yield update
-                    if all(choice.is_finished for choice in self._choices):
-                        break
         finally:
             stream.cancel()
             self._metrics.output_tokens.inc(sum(choice.num_tokens for choice in self._choices))
             self.outcome.completion_tokens = sum(self._counted.get(c.index, c.num_tokens) for c in self._choices)
-        if not all(choice.is_finished for choice in self._choices):
-            raise WorkerLost("the router ended the stream before the reply was complete")
 
     def _on_response(self, response: router_pb2.GenerateResponse) -> ChoiceUpdate | None:
         if response.HasField("complete"):
@@ -120,6 +119,21 @@ class Generation:
                 self._metrics.repairs.labels(kind).inc(count)
                 self.outcome.repairs[kind] = self.outcome.repairs.get(kind, 0) + count
         return update
+
+
+def _joined(responses: list[router_pb2.GenerateResponse]) -> list[router_pb2.GenerateResponse]:
+    """The same with neighbouring chunks of one choice joined: several tokens that came together go out together."""
+    if len(responses) == 1:
+        return responses
+    out: list[router_pb2.GenerateResponse] = []
+    for response in responses:
+        last = out[-1] if out else None
+        if last is not None and last.HasField("chunk") and response.HasField("chunk") and last.chunk.index == response.chunk.index:
+            last.chunk.token_ids.extend(response.chunk.token_ids)
+            last.chunk.logprobs.extend(response.chunk.logprobs)
+        else:
+            out.append(response)
+    return out
 
 
 class Generator:

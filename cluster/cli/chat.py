@@ -65,11 +65,13 @@ async def _reply(client, chat_format, messages: list[dict[str, Any]], effort, pa
     request = router_pb2.GenerateRequest(request_id="chat", sampling_params=params)
     request.tokenized.input_ids.extend(prompt.token_ids)
     parser, complete, events = chat_format.reply_parser(prompt), None, []
-    async for response in client.generate(request, timeout_s=600):
-        if response.HasField("complete"):
-            complete = response.complete
-        else:
-            events += _show(parser.feed(response.chunk.token_ids))
+    stream = client.generate(request, timeout_s=600)
+    while responses := await stream.take():
+        for response in responses:
+            if response.HasField("complete"):
+                complete = response.complete
+            else:
+                events += _show(parser.feed(response.chunk.token_ids))
     is_cut = complete is not None and complete.finish_reason.reason == types_pb2.FINISH_REASON_LENGTH
     events += _show(parser.finish("length" if is_cut else "stop"))
     out.print()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from cluster.router.multiplex import CallContext, Multiplexer
 from common.proto import router_pb2, router_pb2_grpc, types_pb2
 from tests.support.pace import within
 
@@ -42,12 +43,16 @@ def route_report() -> router_pb2.RouteReport:
 
 
 class FakeRouter(router_pb2_grpc.RouterServicer):
-    """`script(request, index)` gives the answer of choice `index`; `requests` holds what came in; `num_open` runs now."""
+    """`script(request, index)` gives the answer of choice `index`; `requests` holds what came in; `num_open` runs now.
+
+    Calls share a stream, as with the real router: its multiplexer runs here too.
+    """
 
     def __init__(self, script: Callable[[Request, int], Script]):
         self.num_open = 0
         self.address = ""
         self._changed = asyncio.Condition()
+        self._multiplexer = Multiplexer(self._handle)
         self.reset(script)
 
     def reset(self, script: Callable[[Request, int], Script]) -> None:
@@ -58,7 +63,14 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.num_cancelled = 0
         self.sends_decision = True
 
-    async def Generate(self, request: Request, context: grpc.aio.ServicerContext) -> AsyncIterator[router_pb2.GenerateResponse]:
+    async def GenerateMany(self, requests, context: grpc.aio.ServicerContext) -> None:
+        await self._multiplexer.serve(requests, context)
+
+    async def _handle(self, data: bytes, context: CallContext) -> None:
+        async for response in self._generate(Request.FromString(data), context):
+            await context.write(response.SerializeToString())
+
+    async def _generate(self, request: Request, context: CallContext) -> AsyncIterator[router_pb2.GenerateResponse]:
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining() or 0.0)
         await self._count(1)
