@@ -14,7 +14,7 @@ ReasoningEffort = Literal["low", "medium", "high"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as ContentDelta: one is made per token, and a frozen one takes twice as long
 class ReasoningDelta:
     """A piece of the chain of thought. `message_index` counts the messages of one reply, from 0."""
 
@@ -22,7 +22,7 @@ class ReasoningDelta:
     message_index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContentDelta:
     """A piece of the visible answer. `message_index` counts the messages of one reply, from 0."""
 

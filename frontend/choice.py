@@ -7,7 +7,7 @@ before anything else is sent, log probabilities go with visible tokens. Called b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.proto import types_pb2
 from frontend.chat_format import ContentDelta, Event, Finish, FinishReason, ReplyParser
@@ -27,8 +27,8 @@ class ChoiceUpdate:
     """What one chunk of ids added to choice `index`."""
 
     index: int
-    events: list[Event] = field(default_factory=list)
-    visible: list[VisibleToken] = field(default_factory=list)
+    events: list[Event]
+    visible: Sequence[VisibleToken] = ()
     token_ids: Sequence[int] = ()
 
 
@@ -41,6 +41,7 @@ class Choice:
         self.is_finished = False
         self._parser = parser
         self._stops = StopStrings(stops)
+        self._has_stops = bool(stops)
         self._message_index = 0
 
     @property
@@ -50,10 +51,10 @@ class Choice:
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[types_pb2.TokenLogprobs] = ()) -> ChoiceUpdate:
         """Events of these ids. A completed stop string ends the choice: the last event is then `Finish`."""
-        update = ChoiceUpdate(self.index, token_ids=token_ids)
         if self.is_finished:
-            return update
+            return ChoiceUpdate(self.index, [], (), token_ids)
         self.num_tokens += len(token_ids)
+        visible: list[VisibleToken] = []
         if len(logprobs) != len(token_ids):
             events = self._parser.feed(token_ids)
         else:
@@ -62,16 +63,17 @@ class Choice:
                 was_visible = self._parser.is_in_content
                 events += self._parser.feed((token_id,))
                 if was_visible and self._parser.is_in_content:
-                    update.visible.append(VisibleToken(token_id, logprob))
-        update.events = self._filter(events)
-        if self._stops.matched is not None:
-            update.events.append(self._finish_at_stop())
-        return update
+                    visible.append(VisibleToken(token_id, logprob))
+        if self._has_stops:
+            events = self._filter(events)
+            if self._stops.matched is not None:
+                events.append(self._finish_at_stop())
+        return ChoiceUpdate(self.index, events, visible, token_ids)
 
     def finish(self, reason: FinishReason) -> ChoiceUpdate:
         """The engine is done with this choice; the last event is `Finish`, unless it was sent before."""
         if self.is_finished:
-            return ChoiceUpdate(self.index)
+            return ChoiceUpdate(self.index, [])
         events = self._parser.finish(reason)
         last = events.pop()
         sent = self._filter(events)

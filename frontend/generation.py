@@ -55,6 +55,7 @@ class Generation:
         self._job = job
         params = job.request.sampling_params
         self._choices = [Choice(i, job.new_parser(), job.stops) for i in range(params.n if params.HasField("n") else 1)]
+        self._num_open = len(self._choices)
         self._counted: dict[int, int] = {}
         self.outcome = Outcome(prompt_tokens=len(job.request.tokenized.input_ids))
 
@@ -65,7 +66,7 @@ class Generation:
         stream = self._router.generate(self._job.request, timeout_s=self._job.timeout_s)
         is_first = True
         try:
-            while not all(choice.is_finished for choice in self._choices):
+            while self._num_open:
                 responses = await stream.take()
                 if not responses:
                     raise WorkerLost("the router ended the stream before the reply was complete")
@@ -74,7 +75,7 @@ class Generation:
                     self._metrics.ttft.observe(time.monotonic() - started)
                     if stream.route:
                         self.outcome.decision = router_pb2.RouteDecision.FromString(stream.route)
-                for response in _joined(responses):
+                for response in responses if len(responses) == 1 else _joined(responses):
                     update = self._on_response(response)
                     if update is not None:
                         yield update
@@ -84,15 +85,17 @@ class Generation:
             self.outcome.completion_tokens = sum(self._counted.get(c.index, c.num_tokens) for c in self._choices)
 
     def _on_response(self, response: router_pb2.GenerateResponse) -> ChoiceUpdate | None:
-        if response.HasField("complete"):
-            return self._on_complete(response.complete)
         chunk = response.chunk
+        token_ids = chunk.token_ids
+        if not token_ids:
+            return self._on_complete(response.complete) if response.HasField("complete") else None
         if chunk.index >= len(self._choices):
             return None
         choice = self._choices[chunk.index]
         if choice.is_satisfied:  # the engine runs on past the end of the reply: nothing of that is ours
             return self._note_finish(choice.finish("stop"))
-        return self._note_finish(choice.feed(chunk.token_ids, chunk.logprobs))
+        update = choice.feed(token_ids, chunk.logprobs)
+        return self._note_finish(update) if choice.is_finished else update
 
     def _on_complete(self, complete: router_pb2.GenerateComplete) -> ChoiceUpdate | None:
         if complete.HasField("route"):
@@ -110,8 +113,10 @@ class Generation:
         return self._note_finish(choice.finish(reason))
 
     def _note_finish(self, update: ChoiceUpdate) -> ChoiceUpdate:
+        """Counts what the choice's last event tells; harmless for any other update."""
         last = update.events[-1] if update.events else None
         if isinstance(last, Finish):
+            self._num_open -= 1
             self.outcome.reasoning_tokens += last.num_reasoning_tokens
             if last.is_content_missing:
                 self._metrics.content_missing.inc()
@@ -123,8 +128,6 @@ class Generation:
 
 def _joined(responses: list[router_pb2.GenerateResponse]) -> list[router_pb2.GenerateResponse]:
     """The same with neighbouring chunks of one choice joined: several tokens that came together go out together."""
-    if len(responses) == 1:
-        return responses
     out: list[router_pb2.GenerateResponse] = []
     for response in responses:
         last = out[-1] if out else None

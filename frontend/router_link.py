@@ -18,6 +18,7 @@ from common.errors import DeadlineError, OverloadedError, ServingError, WorkerLo
 from common.proto import router_pb2
 from frontend.rpc_errors import from_rpc_error, from_status
 
+_parse = router_pb2.GenerateResponse.FromString
 _GRACE_S = 2.0  # past its deadline a request ends here, should the router not have ended it
 _MAX_WAITING = 16_384  # responses of one request that nobody has taken
 
@@ -34,6 +35,7 @@ class RouterStream:
         self._waiting: list[bytes] = []
         self._error: ServingError | None = None
         self._is_ended = False
+        self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
 
     async def take(self) -> list[router_pb2.GenerateResponse]:
@@ -46,13 +48,10 @@ class RouterStream:
                 raise self._error
             if self._is_ended:
                 return []
-            self._wake = asyncio.get_running_loop().create_future()
-            try:
-                await self._wake
-            finally:
-                self._wake = None
+            self._wake = self._loop.create_future()
+            await self._wake
         waiting, self._waiting = self._waiting, []
-        return [router_pb2.GenerateResponse.FromString(data) for data in waiting]
+        return [_parse(data) for data in waiting]
 
     def put(self, response: bytes) -> None:
         """A response has come."""

@@ -1,31 +1,35 @@
 """Serves the application with uvicorn until SIGTERM or SIGINT, then lets running replies finish.
 
 Owns the process's end: new requests are refused at once, running ones go on for `drain_s`, the rest end with an error
-that their client gets. Called by whoever starts a frontend (`python -m frontend`, a CLI).
+that their client gets. Called by whoever starts a frontend (a CLI, a benchmark).
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
 
+from common.errors import ConfigError
 from frontend.chat_format import ChatFormat
-from frontend.http.app import build_app
+from frontend.http.app import FrontendApp, build_app
 from frontend.http.service import Service
 from frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
+_GC_THRESHOLDS = (10_000, 20, 50)  # thousands of open streams are many live objects: the defaults would traverse them all the time
 _CLOSE_S = 5.0  # for connections, after their replies were ended
 
 
 class FrontendServer(uvicorn.Server):
     """A uvicorn server that drains: see the module. `app.state.service` is there once it has started."""
 
-    def __init__(self, settings: FrontendSettings, app: Starlette):
+    def __init__(self, settings: FrontendSettings, app: FrontendApp, on_ready: Callable[[int], None] = lambda port: None):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -34,12 +38,21 @@ class FrontendServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
+                ws="none",
                 timeout_graceful_shutdown=int(settings.drain_s + _CLOSE_S),
                 backlog=4096,
             )
         )
         self._settings = settings
         self._app = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, then tells `on_ready` the port."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: starts the drain; a second SIGINT ends at once, as uvicorn does."""
@@ -51,6 +64,16 @@ class FrontendServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(self._settings.drain_s, service.end_running)
 
 
-def serve(settings: FrontendSettings, chat_format: ChatFormat) -> None:
-    """Blocks until the server has ended. Raises: ConfigError if a file named in the settings can't be read."""
-    FrontendServer(settings, build_app(settings, chat_format)).run()
+def serve(settings: FrontendSettings, chat_format: ChatFormat, on_ready: Callable[[int], None] = lambda port: None) -> None:
+    """Blocks until the server has ended. `on_ready` gets the port as soon as requests are taken.
+
+    Raises: ConfigError if a file named in the settings can't be read or the address can't be had
+    """
+    server = FrontendServer(settings, build_app(settings, chat_format), on_ready)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process (modules, the vocabulary) is never traversed again: no pauses for it
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        server.run()
+    except SystemExit as exc:  # uvicorn's way to say that it could not listen; it has logged why
+        raise ConfigError(f"can't listen on {settings.host}:{settings.port}") from exc

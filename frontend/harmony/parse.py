@@ -70,6 +70,7 @@ class HarmonyReplyParser:
         self._num_reasoning_tokens = 0
         self._has_content = False
         self._has_arguments = False
+        self._has_half_character = False  # bytes of one that wait in the decoder
         self._sections: list[tuple[SectionKind, bytearray]] = []
         self._is_role_given = True
         self._open_header(is_role_given=True)
@@ -87,6 +88,10 @@ class HarmonyReplyParser:
 
     def feed(self, token_ids: Sequence[int]) -> list[Event]:
         """Events of these ids, adjacent deltas joined. Never raises on any id; see `ReplyParser.feed`."""
+        if len(token_ids) == 1 and self._state is _State.CONTENT and not self._has_half_character:
+            plain = self._feed_plain(token_ids[0])
+            if plain is not None:
+                return plain
         self._num_tokens += len(token_ids)
         self._consume(token_ids)
         return self._take_events()
@@ -104,6 +109,21 @@ class HarmonyReplyParser:
         self._events.append(Finish(ended_by, is_missing, dict(self._repairs), self._num_reasoning_tokens))
         return self._take_events()
 
+    def _feed_plain(self, token: int) -> list[Event] | None:
+        """The short way of nearly every token: whole characters amid a message. None if it is anything else."""
+        if not 0 <= token < NUM_ORDINARY_TOKENS or self._stream is _Stream.CALL:
+            return None
+        try:
+            text = self._token_bytes[token].decode()
+        except UnicodeDecodeError:
+            return None
+        self._num_tokens += 1
+        if self._stream is _Stream.CONTENT:
+            self._has_content = True
+            return [ContentDelta(text, self._message_index)]
+        self._num_reasoning_tokens += 1
+        return [ReasoningDelta(text, self._message_index)]
+
     # -- tokens
 
     def _consume(self, token_ids: Sequence[int]) -> None:
@@ -115,7 +135,7 @@ class HarmonyReplyParser:
                     end += 1
                 if end > position:
                     raw = b"".join([self._token_bytes[token] for token in token_ids[position:end]])
-                    self._add_text(self._decoder.decode(raw))
+                    self._add_text(self._decode(raw))
                     if self._stream is _Stream.REASONING:
                         self._num_reasoning_tokens += end - position
                     position = end
@@ -207,7 +227,7 @@ class HarmonyReplyParser:
         is_special = NUM_ORDINARY_TOKENS <= token < _NUM_TOKENS
         self._repairs["stray_special" if is_special else "unknown_id"] += 1
         if not is_special and self._state is _State.CONTENT:
-            self._add_text(self._decoder.decode(b"", True) + _REPLACEMENT)
+            self._add_text(self._decode(b"", is_last=True) + _REPLACEMENT)
 
     # -- headers
 
@@ -232,7 +252,7 @@ class HarmonyReplyParser:
         else:
             self._repairs.update(header.repairs)
         self._begin_message(header)
-        self._decoder.decode(held)
+        self._decode(held)
         self._add_text(body)
 
     def _close_header(self, *, is_cut: bool = False) -> None:
@@ -256,6 +276,7 @@ class HarmonyReplyParser:
         self._state = _State.CONTENT
         self._message_index += 1
         self._decoder = _new_decoder("replace")
+        self._has_half_character = False
         if header.role != tokens.ASSISTANT:
             self._repairs["foreign_role"] += 1
             self._stream = _Stream.REASONING
@@ -287,7 +308,7 @@ class HarmonyReplyParser:
         return alike[0] if len(alike) == 1 else name
 
     def _end_message(self, *, is_cut: bool = False) -> None:
-        self._add_text(self._decoder.decode(b"", True))
+        self._add_text(self._decode(b"", is_last=True))
         self._flush_text()
         if self._stream is _Stream.CALL:
             if not self._has_arguments and not is_cut:
@@ -297,6 +318,11 @@ class HarmonyReplyParser:
         self._state = _State.BETWEEN
 
     # -- events
+
+    def _decode(self, raw: bytes, *, is_last: bool = False) -> str:
+        text = self._decoder.decode(raw, is_last)
+        self._has_half_character = bool(self._decoder.getstate()[0])
+        return text
 
     def _add_text(self, text: str) -> None:
         if text:

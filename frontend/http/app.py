@@ -1,10 +1,13 @@
-"""The starlette application: routes, health, models; metrics on a port of their own. Built by `frontend.server` and by tests."""
+"""The ASGI application: the endpoints that generate, and beside them starlette's routes for models and health; metrics on a port of their own.
+
+Built by `frontend.server` and by tests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from common.errors import ServingError
 from common.metrics_server import MetricsServer, own_host
@@ -36,7 +40,28 @@ _ENDPOINTS: dict[str, Endpoint] = {
 }
 
 
-def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> Starlette:
+class FrontendApp:
+    """Sends requests that generate straight to the service: each layer between would cost every token of a stream something.
+
+    Everything else, and everything while other origins may call (their headers are a middleware's), is starlette's.
+    """
+
+    def __init__(self, starlette: Starlette, endpoints: Mapping[str, Endpoint]):
+        self.state = starlette.state
+        self._starlette = starlette
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._starlette(scope, receive, send)
+            return
+        service: Service = self.state.service
+        response = await service.answer(Request(scope, receive), scope["path"], endpoint)
+        await response(scope, receive, send)
+
+
+def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> FrontendApp:
     """The application; its `state.service` exists once its lifespan has started (the channel needs a running loop).
 
     Raises: ConfigError if the keys can't be read.
@@ -66,12 +91,13 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> Starlette:
         Route("/health", _health, methods=["GET"]),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"])
-    return Starlette(
+    starlette = Starlette(
         routes=routes,
         middleware=[cors] if settings.cors_origins else [],
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )
+    return FrontendApp(starlette, {} if settings.cors_origins else _ENDPOINTS)
 
 
 def _post(path: str, handle: Endpoint) -> Route:

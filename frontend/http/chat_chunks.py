@@ -47,7 +47,9 @@ class ChatChunks:
         self._joiners = [MessageJoiner() for _ in range(num_choices)]
         self._visible: list[list[VisibleToken]] = [[] for _ in range(num_choices)]
         self._head = f'data: {_dump(self._identity)[:-1]},"choices":[{{"index":'
+        self._content_heads = [f'{self._head}{index},"delta":{{"content":' for index in range(num_choices)]
         self._tail = '}],"usage":null}\n\n' if includes_usage else "}]}\n\n"
+        self._content_tail = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
     def roles(self) -> bytes:
         """The first chunk of every choice."""
@@ -56,8 +58,12 @@ class ChatChunks:
 
     def update(self, update: ChoiceUpdate) -> bytes:
         """Chunks of what one update added; empty if nothing can be sent yet."""
-        self._visible[update.index] += update.visible
-        return "".join([self._event(update.index, event) for event in update.events]).encode()
+        events, index = update.events, update.index
+        if len(events) == 1 and type(events[0]) is ContentDelta and not update.visible and not self._visible[index]:
+            text = quote(self._joiners[index].text(events[0]))
+            return f"{self._content_heads[index]}{text}{self._content_tail}".encode()
+        self._visible[index] += update.visible
+        return "".join([self._event(index, event) for event in events]).encode()
 
     def end(self, outcome: Outcome, route: dict[str, Any] | None) -> bytes:
         """Usage and route, if asked for, and the end mark."""

@@ -64,7 +64,9 @@ class EventStream(Response):
         try:
             await self._send(send, self._first)
             async for event in self._events:
-                await self._send(send, event)
+                self._sending_since_s = time.monotonic()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._sending_since_s = None
         except ServingError as exc:
             await self._send(send, error_event(exc))
         except Exception:  # the outermost loop of a stream: the client is told, the log has the trace
