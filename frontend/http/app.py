@@ -1,6 +1,6 @@
-"""The ASGI application: the endpoints that generate, and beside them starlette's routes for models and health; metrics on a port of their own.
+"""The ASGI application: the endpoints that generate, and beside them starlette's routes for models and health.
 
-Built by `frontend.server` and by tests.
+Metrics have a port of their own. Built by `frontend.server` and by tests.
 """
 
 from __future__ import annotations
