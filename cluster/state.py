@@ -68,6 +68,8 @@ class ClusterState(BaseModel):
     metrics_address: str | None = None  # of the controller: /targets there lists all others
     router_process: Process | None = None
     router_address: str | None = None
+    frontend_process: Process | None = None
+    frontend_address: str | None = None
 
 
 def state_dir(name: str) -> Path:

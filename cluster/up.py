@@ -52,6 +52,9 @@ def bring_up(config: Config, name: str, on_progress: Callable[[Rows], None] = la
         _wait_ready(controller, config, on_progress)
         state = _start_router(config, state, folder)
         save_state(state)
+        if config.frontend.listen is not None:
+            state = _start_frontend(state, folder)
+            save_state(state)
     except BaseException:
         take_down(name)
         raise
@@ -63,8 +66,9 @@ def take_down(name: str) -> bool:
     state = load_state(name)
     if state is None:
         return False
-    if state.router_process is not None:
-        state.router_process.stop(timeout_s=10)
+    for process in (state.frontend_process, state.router_process):
+        if process is not None:
+            process.stop(timeout_s=10)
     if state.ray_process is None or not state.ray_process.is_dead():
         _stop_controller(state)
     if ray.is_initialized():
@@ -142,6 +146,22 @@ def _start_router(config: Config, state: ClusterState, folder: Path) -> ClusterS
     raise WorkerLost(f"the router did not start: {' '.join(log.read_text().split())[-400:]}")
 
 
+def _start_frontend(state: ClusterState, folder: Path) -> ClusterState:
+    """Raises: WorkerLost with the end of the frontend's log"""
+    log, ready = folder / "frontend.log", folder / "frontend.address"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "cluster.cli", "frontend", "--config", str(folder / "config.json")]
+    command += ["--router", str(state.router_address), "--ready-file", str(ready)]
+    process = spawn(command, log, _router_environment())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not process.is_dead():
+        if ready.exists():
+            return state.model_copy(update={"frontend_process": process, "frontend_address": ready.read_text()})
+        time.sleep(0.05)
+    process.stop(2)
+    raise WorkerLost(f"the frontend did not start: {' '.join(log.read_text().split())[-400:]}")
+
+
 def _is_serving(address: str, wire: Wire) -> bool:
     """Whether the router has found a pair of groups."""
     with wire.blocking_channel(address) as channel:
@@ -154,7 +174,7 @@ def _is_serving(address: str, wire: Wire) -> bool:
 
 
 def _router_environment() -> dict[str, str]:
-    """The router is no member of the Ray cluster and gets none of its secrets."""
+    """Router and frontend are no members of the Ray cluster and get none of its secrets."""
     return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
 
 

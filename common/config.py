@@ -172,6 +172,27 @@ class MetricsNode(Node):
     group_port: int = Field(default=0, ge=0, le=65535, description="groups of one host take this one or the next; 0 = any free one")
 
 
+class FrontendNode(Node):
+    """HTTP and gRPC for chats. `tandem frontend` runs one; `tandem up` starts one too if `listen` is set."""
+
+    listen: str | None = Field(default=None, description="host:port of HTTP; unset = `tandem up` starts none, `tandem frontend` takes 8000")
+    grpc_listen: str | None = Field(default=None, description="host:port of tandem.chat.v1.Chat; unset = none")
+    https: bool = Field(default=False, description="HTTP and gRPC with the certificate of security.tls")
+    model_names: tuple[str, ...] = Field(default=(), description="names that requests may give; empty = the router's own")
+    keys_file: Path | None = Field(default=None, description="YAML list of {key, name, priority, max_running}; unset = open")
+    cors_origins: tuple[str, ...] = Field(default=(), description="origins that browsers may call from; empty = none")
+    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="of one request")
+    max_chars: int = Field(default=2_000_000, ge=1, description="characters of one request, all texts together")
+    max_streams: int = Field(default=4096, ge=1, description="requests served at once; more are answered 429")
+    stalled_client_s: float = Field(default=30.0, gt=0, description="a client that takes nothing for so long counts as gone")
+    default_deadline_s: float = Field(default=600.0, gt=0, description="for requests that name none")
+    drain_s: float = Field(default=120.0, ge=0, description="after SIGTERM running replies have so long to finish")
+    includes_date: bool = Field(default=True, description="today's date stands in the prompt")
+    encoder_threads: int = Field(default=4, ge=1, description="threads that render and encode, outside of the event loop")
+    token_file: Path | None = Field(default=None, description="bearer token towards the router, where security.tokens_file asks for one")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="on metrics.host; 0 = any free one")
+
+
 class Config(Node):
     model: ModelNode
     pools: tuple[PoolNode, ...] = Field(min_length=1)
@@ -182,6 +203,7 @@ class Config(Node):
     cluster: ClusterNode = ClusterNode()
     security: SecurityNode = SecurityNode()
     metrics: MetricsNode = MetricsNode()
+    frontend: FrontendNode = FrontendNode()
 
     @field_validator("pools")
     @classmethod
@@ -198,6 +220,8 @@ class Config(Node):
                 raise ValueError(f"pools: no {role} pool; at least one of each role is needed")
         if self.security.tokens_file is not None and self.cluster.key_file is None:
             raise ValueError("security.tokens_file needs cluster.key_file: processes of the cluster prove themselves with that key")
+        if self.frontend.https and self.security.tls is None:
+            raise ValueError("frontend.https needs security.tls: its certificate is served")
         wanted = sum(pool.replicas.min * pool.layout.tp for pool in self.pools)
         if wanted > self.autoscale.gpu_budget:
             raise ValueError(f"pools want at least {wanted} GPUs, autoscale.gpu_budget is {self.autoscale.gpu_budget}")

@@ -7,14 +7,13 @@ models, pools and loads.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
-import grpc
 import grpc.aio
 
-from common.errors import ConfigError, ServingError
+from common.errors import ServingError
 from common.proto import router_pb2, router_pb2_grpc
+from common.wire import PLAIN, Channels, Wire
 from frontend.router_link import RouterLink, RouterStream
 from frontend.rpc_errors import from_rpc_error
 
@@ -30,27 +29,30 @@ _CHANNEL_OPTIONS = (
 class RouterClient:
     """A channel to one router. Made inside a running event loop; `close` it there."""
 
-    def __init__(self, address: str, *, ca_file: Path | None = None, token_file: Path | None = None):
-        """`address`: host:port. Raises: ConfigError if a file can't be read."""
+    def __init__(self, address: str, wire: Wire = PLAIN):
+        """`address`: host:port."""
         self.address = address
-        self._metadata = (("authorization", f"Bearer {_read(token_file).decode().strip()}"),) if token_file else ()
-        if ca_file is not None:
-            credentials = grpc.ssl_channel_credentials(root_certificates=_read(ca_file))
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._wire = wire
+        self._channels = Channels(wire, _CHANNEL_OPTIONS)
         self._link: RouterLink | None = None
 
     def generate(self, request: router_pb2.GenerateRequest, *, timeout_s: float) -> RouterStream:
         """Starts a request; errors come from the stream's `take`."""
         if self._link is None or self._link.is_broken:
-            self._link = RouterLink(self._stub.GenerateMany(metadata=self._metadata))
+            self._link = RouterLink(self._stub().GenerateMany(metadata=self._wire.metadata()))
         return self._link.start(request, timeout_s=timeout_s)
 
     async def model_info(self) -> router_pb2.GetModelInfoResponse:
         """Model name, vocabulary size and context length [tokens]."""
-        return await self._unary(self._stub.GetModelInfo, router_pb2.GetModelInfoRequest())
+        return await self._unary(self._stub().GetModelInfo, router_pb2.GetModelInfoRequest())
+
+    async def loads(self) -> router_pb2.GetLoadsResponse:
+        """Load of every group and queue."""
+        return await self._unary(self._stub().GetLoads, router_pb2.GetLoadsRequest())
+
+    async def pools(self) -> router_pb2.ListPoolsResponse:
+        """Every pool with its layout and price."""
+        return await self._unary(self._stub().ListPools, router_pb2.ListPoolsRequest())
 
     def fail_all(self, error: ServingError) -> int:
         """Ends every running stream with `error`; returns how many there were."""
@@ -63,17 +65,13 @@ class RouterClient:
         """Closes the channel; running requests end."""
         if self._link is not None:
             await self._link.close()
-        await self._channel.close()
+        await self._channels.close()
+
+    def _stub(self) -> router_pb2_grpc.RouterStub:
+        return router_pb2_grpc.RouterStub(self._channels.get(self.address))
 
     async def _unary(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
         try:
-            return await method(request, timeout=_UNARY_TIMEOUT_S, metadata=self._metadata)
+            return await method(request, timeout=_UNARY_TIMEOUT_S, metadata=self._wire.metadata())
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc) from exc
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"{path} can't be read: {exc.strerror}") from exc

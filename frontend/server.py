@@ -40,6 +40,8 @@ class FrontendServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                ssl_certfile=settings.certificate[0] if settings.certificate else None,
+                ssl_keyfile=settings.certificate[1] if settings.certificate else None,
                 timeout_graceful_shutdown=int(settings.drain_s + _CLOSE_S),
                 backlog=4096,
             )

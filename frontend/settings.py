@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.wire import Security
 from frontend.text_encoder import TextLimits
 
 
@@ -14,8 +15,9 @@ class FrontendSettings:
     """Settings of one frontend process.
 
     Attributes:
-        router: host:port of the router's gRPC server; `router_ca_file` and `router_token_file` are for TLS and a bearer
-            token towards it, both optional.
+        router: host:port of the router's gRPC server; `router_security`: how it is reached.
+        grpc_listen: host:port of the gRPC chat service; None for none.
+        certificate: PEM files (certificate, key) to serve HTTPS and gRPC with; None for plain.
         metrics_host, metrics_port: where /metrics is served, without authentication; port 0 is any free one.
         model_names: names that requests may give; empty for the router's own.
         keys_file: who may call (see `frontend.http.auth`); None lets everybody in.
@@ -33,8 +35,9 @@ class FrontendSettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     vocab_dir: Path | None = None
-    router_ca_file: Path | None = None
-    router_token_file: Path | None = None
+    router_security: Security = field(default_factory=Security)
+    grpc_listen: str | None = None
+    certificate: tuple[str, str] | None = None
     model_names: tuple[str, ...] = ()
     keys_file: Path | None = None
     cors_origins: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from cluster.cli.app import ConfigOption, NameOption, SetOption, app, err, out, read_config
+from cluster.cli.app import ConfigOption, NameOption, RouterOption, SetOption, app, err, out, read_config
 from common.errors import ConfigError
 
 
@@ -22,6 +22,8 @@ def up(config: ConfigOption, set_: SetOption = None, name: NameOption = "default
     with startup_progress() as show:
         state = bring_up(tree, name, show)
     out.print(f"router: {state.router_address}")
+    if state.frontend_address is not None:
+        out.print(f"frontend: http{'s' if tree.frontend.https else ''}://{state.frontend_address}")
 
 
 @app.command()
@@ -61,11 +63,42 @@ def router(
 
     def ready(address: str) -> None:
         if ready_file is not None:
-            temporary = ready_file.with_suffix(".new")
-            temporary.write_text(address)
-            temporary.replace(ready_file)
+            write_whole(ready_file, address)
 
     asyncio.run(serve(read_config(config, set_), controller, ready))
+
+
+@app.command()
+def frontend(
+    config: ConfigOption,
+    set_: SetOption = None,
+    name: NameOption = "default",
+    router: RouterOption = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Written with the address once requests are taken.")] = None,
+) -> None:
+    """Serve OpenAI-compatible HTTP, the web page and gRPC chat in this process until SIGTERM; running replies finish."""
+    from cluster.client import router_address
+    from cluster.frontend_settings import frontend_settings
+    from common.logs import configure_logging
+    from frontend.harmony.format import HarmonyFormat
+    from frontend.server import serve
+    from frontend.vocab import load_vocabulary
+
+    configure_logging(role="frontend")
+    settings = frontend_settings(read_config(config, set_), router_address(name, router))
+
+    def ready(port: int) -> None:
+        if ready_file is not None:
+            write_whole(ready_file, f"{settings.host}:{port}")
+
+    serve(settings, HarmonyFormat(load_vocabulary(settings.vocab_dir), settings.limits), ready)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Whoever waits for the file finds it complete."""
+    temporary = file.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
 class startup_progress:

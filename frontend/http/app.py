@@ -20,8 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import ServingError
 from common.metrics_server import MetricsServer, own_host
+from common.wire import Wire
 from frontend.chat_format import ChatFormat
 from frontend.generation import Generator
+from frontend.grpc.chat_server import start_chat_server
 from frontend.http.auth import load_keys
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
@@ -33,6 +35,7 @@ from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
+_GRPC_CLOSE_S = 1.0  # for calls that the drain's end has just ended
 _ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
@@ -71,15 +74,19 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> FrontendAp
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        router = RouterClient(settings.router, ca_file=settings.router_ca_file, token_file=settings.router_token_file)
+        router = RouterClient(settings.router, Wire(settings.router_security))
         generator = Generator(router, chat_format, metrics, encoder_threads=settings.encoder_threads)
         app.state.service = Service(settings, generator, keys)
         exporter = MetricsServer(metrics.metrics)
         app.state.metrics_address = await exporter.start(settings.metrics_host, settings.metrics_port, own_host(settings.host))
         logger.info("metrics at http://%s/metrics", app.state.metrics_address)
+        chat = await start_chat_server(app.state.service, settings.grpc_listen) if settings.grpc_listen else None
+        app.state.grpc_port = chat[1] if chat else None
         try:
             yield
         finally:
+            if chat is not None:
+                await chat[0].stop(settings.drain_s + _GRPC_CLOSE_S)  # returns as soon as no call runs
             await exporter.close()
             generator.close()
             await router.close()

@@ -102,7 +102,7 @@ class Service:
         try:
             caller = self.keys.caller(request.headers)
             headers = read_headers(request.headers)
-            self._admit(cleanup, caller)
+            self.admit(cleanup, caller)
             body = await self._read_body(request)
             call = Call(request_id, caller, headers, body, int(time.time()), cleanup)
             response = await run_until_disconnect(request.receive, handle(self, call))
@@ -126,7 +126,8 @@ class Service:
             await cleanup.aclose()
         return response
 
-    def _admit(self, cleanup: contextlib.AsyncExitStack, caller: Caller) -> None:
+    def admit(self, cleanup: contextlib.AsyncExitStack, caller: Caller) -> None:
+        """Counts a request until `cleanup` runs. Raises: WorkerLost while draining, OverloadedError beyond a limit."""
         if self.is_draining:
             raise WorkerLost("the frontend is shutting down")
         if self._num_running >= self.settings.max_streams:

@@ -28,6 +28,7 @@ class Stack:
     url: str
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+    grpc_port: int | None
     metrics_address: str
 
     async def metrics(self) -> str:
@@ -61,7 +62,7 @@ async def running_stack(
                 httpx.AsyncClient(base_url=url, headers=auth, timeout=30) as http,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as client,
             ):
-                yield Stack(router, server, app.state.service, url, http, client, app.state.metrics_address)
+                yield Stack(router, server, app.state.service, url, http, client, app.state.grpc_port, app.state.metrics_address)
         finally:
             server.should_exit = True
             await serving

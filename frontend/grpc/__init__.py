@@ -1,0 +1,1 @@
+"""Chat over gRPC: `tandem.chat.v1.Chat`."""
