@@ -54,7 +54,9 @@ class RouterStream:
         return [_parse(data) for data in waiting]
 
     def put(self, response: bytes) -> None:
-        """A response has come."""
+        """A response has come. Dropped once the request has ended."""
+        if self._is_ended:
+            return
         if len(self._waiting) >= _MAX_WAITING:
             self.fail(OverloadedError(f"{len(self._waiting)} responses wait for a client that takes none"))
             return

@@ -72,10 +72,13 @@ async def start_chat(service: Service, call: Call, request: ChatRequest) -> Gene
 
 async def _stream(generation: Generation, chunks: ChatChunks, *, wants_route: bool) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(aiter(generation)) as updates:
-        roles = chunks.roles()
+        opening = chunks.roles()
         async for update in updates:  # the response begins with the first token, so that errors before it have a status
-            data = roles + chunks.update(update)
-            roles = b""
+            data = chunks.update(update)
+            if opening:
+                decision = route_of(generation.outcome) if wants_route else None
+                data = (chunks.route(decision) if decision is not None else b"") + opening + data
+                opening = b""
             if data:
                 yield data
     yield chunks.end(generation.outcome, route_of(generation.outcome) if wants_route else None)

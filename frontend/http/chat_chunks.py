@@ -51,6 +51,10 @@ class ChatChunks:
         self._tail = '}],"usage":null}\n\n' if includes_usage else "}]}\n\n"
         self._content_tail = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
+    def route(self, route: dict[str, Any]) -> bytes:
+        """The route decision, ahead of the tokens."""
+        return f"data: {_dump({**self._identity, 'choices': [], 'tandem': {'route': route}})}\n\n".encode()
+
     def roles(self) -> bytes:
         """The first chunk of every choice."""
         delta = '{"role":"assistant","content":"","refusal":null}'

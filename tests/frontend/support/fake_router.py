@@ -34,12 +34,18 @@ class Script:
 
 
 def route_report() -> router_pb2.RouteReport:
-    prediction = router_pb2.Prediction(ttft_ms=120.5, itl_ms=6.25, cost_usd=0.000125)
+    prediction = router_pb2.Prediction(
+        queue_ms=20, prefill_ms=100, transfer_ms=40, ttft_ms=120.5, itl_ms=6.25, cost_usd=0.000125, score=0.0031
+    )
     candidates = [
         router_pb2.Candidate(prefill_pool="prefill-tp4", decode_pool="decode-ep4", prediction=prediction, reason="costs more"),
         router_pb2.Candidate(prefill_pool="prefill-tp1", decode_pool="decode-ep4", prediction=prediction, chosen=True),
     ]
-    return router_pb2.RouteReport(decision=router_pb2.RouteDecision(candidates=candidates, latency_weight=0.5), attempts=1)
+    return router_pb2.RouteReport(
+        decision=router_pb2.RouteDecision(candidates=candidates, latency_weight=0.5, expected_output_tokens=100),
+        actual=prediction,
+        attempts=1,
+    )
 
 
 class FakeRouter(router_pb2_grpc.RouterServicer):
@@ -133,6 +139,43 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     async def GetModelInfo(self, request, context) -> router_pb2.GetModelInfoResponse:
         return router_pb2.GetModelInfoResponse(model="/models/gpt-oss-20b", vocab_size=201088, max_model_len=131072)
+
+    async def ListPools(self, request, context) -> router_pb2.ListPoolsResponse:
+        layout = types_pb2.Layout
+        return router_pb2.ListPoolsResponse(
+            pools=[
+                router_pb2.Pool(
+                    name="decode-ep4",
+                    role=types_pb2.ROLE_DECODE,
+                    layout=layout(tp=4, ep=4, dp=1),
+                    groups=1,
+                    gpus_per_group=4,
+                    usd_per_gpu_hour=3,
+                    weights="mxfp4",
+                ),
+                router_pb2.Pool(
+                    name="prefill-tp1",
+                    role=types_pb2.ROLE_PREFILL,
+                    layout=layout(tp=1, ep=1, dp=1),
+                    groups=1,
+                    gpus_per_group=1,
+                    usd_per_gpu_hour=3,
+                    weights="fp8",
+                ),
+            ]
+        )
+
+    async def GetLoads(self, request, context) -> router_pb2.GetLoadsResponse:
+        groups = [
+            router_pb2.GroupStatus(
+                description=types_pb2.GroupDescription(pool=pool, group=f"{pool}-0", max_batch=64),
+                load=types_pb2.GroupLoad(running=running, waiting=1, free_full_blocks=250, total_full_blocks=1000),
+                healthy=True,
+            )
+            for pool, running in (("prefill-tp1", 1), ("decode-ep4", 5))
+        ]
+        queues = [router_pb2.QueueStatus(pool="prefill-tp1", requests=2, prompt_tokens=640, predicted_wait_s=0.25)]
+        return router_pb2.GetLoadsResponse(groups=groups, queues=queues, running_requests=7)
 
 
 @contextlib.asynccontextmanager
