@@ -66,6 +66,7 @@ class PoolNode(Node):
     chunk_tokens: int = Field(default=8192, ge=16, description="prefill: most tokens per forward")
     kv_blocks: int | None = Field(default=None, ge=16, description="KV blocks of the full layers; unset = from free memory")
     replicas: ReplicasNode = ReplicasNode()
+    node_labels: dict[str, str] = Field(default={}, description="Ray node labels that a group's node must have")
     usd_per_gpu_hour: float | None = Field(default=None, gt=0, description="unset = prices.usd_per_gpu_hour")
 
     @model_validator(mode="after")
@@ -141,7 +142,10 @@ class ClusterNode(Node):
     )
     controller_listen: str = Field(default="127.0.0.1:0", description="host:port of the controller's directory")
     ray_address: str | None = Field(default=None, description="existing Ray cluster; unset = start a local one")
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    place_timeout_s: float = Field(default=60.0, gt=0, description="a group that no node can hold fails then; more where nodes are added")
+    start_timeout_s: float = Field(default=300.0, gt=0, description="for a group, once it has its place")
+    drain_grace_s: float = Field(default=30.0, ge=0, description="running requests of what is drained have so long to finish")
+    health_timeout_s: float = Field(default=15.0, gt=0, description="a group whose leader is silent for so long is replaced")
 
 
 class TlsNode(Node):

@@ -25,16 +25,122 @@ class GroupSet(_message.Message):
     dead_incarnations: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[_types_pb2.GroupDescription, _Mapping]]] = ..., dead_incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PoolStatus(_message.Message):
+    __slots__ = ("pool", "role", "wanted", "ready", "starting", "draining", "min", "max", "pinned", "error")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    role: _types_pb2.Role
+    wanted: int
+    ready: int
+    starting: int
+    draining: int
+    min: int
+    max: int
+    pinned: bool
+    error: str
+    def __init__(self, pool: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., wanted: _Optional[int] = ..., ready: _Optional[int] = ..., starting: _Optional[int] = ..., draining: _Optional[int] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., pinned: bool = ..., error: _Optional[str] = ...) -> None: ...
+
+class GroupStatus(_message.Message):
+    __slots__ = ("pool", "group", "state", "tp", "detail", "stale", "load")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    group: str
+    state: str
+    tp: int
+    detail: str
+    stale: bool
+    load: _types_pb2.GroupLoad
+    def __init__(self, pool: _Optional[str] = ..., group: _Optional[str] = ..., state: _Optional[str] = ..., tp: _Optional[int] = ..., detail: _Optional[str] = ..., stale: bool = ..., load: _Optional[_Union[_types_pb2.GroupLoad, _Mapping]] = ...) -> None: ...
+
+class ScaleChange(_message.Message):
+    __slots__ = ("pool", "before", "after", "reason", "unix_s", "dry_run")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    before: int
+    after: int
+    reason: str
+    unix_s: float
+    dry_run: bool
+    def __init__(self, pool: _Optional[str] = ..., before: _Optional[int] = ..., after: _Optional[int] = ..., reason: _Optional[str] = ..., unix_s: _Optional[float] = ..., dry_run: bool = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("pools", "groups", "changes", "gpus_held", "gpu_budget", "waits_for")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    GPUS_HELD_FIELD_NUMBER: _ClassVar[int]
+    GPU_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupStatus]
+    changes: _containers.RepeatedCompositeFieldContainer[ScaleChange]
+    gpus_held: int
+    gpu_budget: int
+    waits_for: str
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[ScaleChange, _Mapping]]] = ..., gpus_held: _Optional[int] = ..., gpu_budget: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
+
 class ScaleRequest(_message.Message):
-    __slots__ = ("pool", "replicas")
+    __slots__ = ("pool", "replicas", "automatic")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    AUTOMATIC_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+    automatic: bool
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., automatic: bool = ...) -> None: ...
 
 class ScaleReply(_message.Message):
     __slots__ = ("replicas",)
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     replicas: int
     def __init__(self, replicas: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    def __init__(self, target: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RolloutRequest(_message.Message):
+    __slots__ = ("config_json", "allow_gap")
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_GAP_FIELD_NUMBER: _ClassVar[int]
+    config_json: str
+    allow_gap: bool
+    def __init__(self, config_json: _Optional[str] = ..., allow_gap: bool = ...) -> None: ...
+
+class RolloutReply(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -39,10 +39,25 @@ class DirectoryStub(object):
                 request_serializer=common_dot_proto_dot_control__pb2.WatchRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_control__pb2.GroupSet.FromString,
                 _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/tandem.control.v1.Directory/Status',
+                request_serializer=common_dot_proto_dot_control__pb2.StatusRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_control__pb2.StatusReply.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/tandem.control.v1.Directory/Scale',
                 request_serializer=common_dot_proto_dot_control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_control__pb2.ScaleReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.control.v1.Directory/Drain',
+                request_serializer=common_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_control__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Rollout = channel.unary_unary(
+                '/tandem.control.v1.Directory/Rollout',
+                request_serializer=common_dot_proto_dot_control__pb2.RolloutRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_control__pb2.RolloutReply.FromString,
                 _registered_method=True)
 
 
@@ -55,7 +70,25 @@ class DirectoryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Scale(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollout(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,10 +102,25 @@ def add_DirectoryServicer_to_server(servicer, server):
                     request_deserializer=common_dot_proto_dot_control__pb2.WatchRequest.FromString,
                     response_serializer=common_dot_proto_dot_control__pb2.GroupSet.SerializeToString,
             ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=common_dot_proto_dot_control__pb2.StatusRequest.FromString,
+                    response_serializer=common_dot_proto_dot_control__pb2.StatusReply.SerializeToString,
+            ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
                     request_deserializer=common_dot_proto_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=common_dot_proto_dot_control__pb2.ScaleReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=common_dot_proto_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=common_dot_proto_dot_control__pb2.DrainReply.SerializeToString,
+            ),
+            'Rollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollout,
+                    request_deserializer=common_dot_proto_dot_control__pb2.RolloutRequest.FromString,
+                    response_serializer=common_dot_proto_dot_control__pb2.RolloutReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -113,6 +161,33 @@ class Directory(object):
             _registered_method=True)
 
     @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.control.v1.Directory/Status',
+            common_dot_proto_dot_control__pb2.StatusRequest.SerializeToString,
+            common_dot_proto_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Scale(request,
             target,
             options=(),
@@ -129,6 +204,60 @@ class Directory(object):
             '/tandem.control.v1.Directory/Scale',
             common_dot_proto_dot_control__pb2.ScaleRequest.SerializeToString,
             common_dot_proto_dot_control__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.control.v1.Directory/Drain',
+            common_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
+            common_dot_proto_dot_control__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.control.v1.Directory/Rollout',
+            common_dot_proto_dot_control__pb2.RolloutRequest.SerializeToString,
+            common_dot_proto_dot_control__pb2.RolloutReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -161,7 +161,7 @@ class ProcessIdentity(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ...) -> None: ...
 
 class GroupDescription(_message.Message):
-    __slots__ = ("pool", "group", "role", "layout", "incarnation", "address", "kv", "capacity_tokens", "max_batch", "max_model_len", "ranks", "weights", "transports", "metrics_address")
+    __slots__ = ("pool", "group", "role", "layout", "incarnation", "address", "kv", "capacity_tokens", "max_batch", "max_model_len", "ranks", "weights", "transports", "metrics_address", "kv_version")
     POOL_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class GroupDescription(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_VERSION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     group: str
     role: Role
@@ -190,7 +191,8 @@ class GroupDescription(_message.Message):
     weights: str
     transports: _containers.RepeatedScalarFieldContainer[str]
     metrics_address: str
-    def __init__(self, pool: _Optional[str] = ..., group: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KVGeometry, _Mapping]] = ..., capacity_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[ProcessIdentity, _Mapping]]] = ..., weights: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    kv_version: str
+    def __init__(self, pool: _Optional[str] = ..., group: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KVGeometry, _Mapping]] = ..., capacity_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_model_len: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[ProcessIdentity, _Mapping]]] = ..., weights: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., kv_version: _Optional[str] = ...) -> None: ...
 
 class GroupLoad(_message.Message):
     __slots__ = ("running", "waiting", "free_full_blocks", "total_full_blocks", "free_sliding_blocks", "total_sliding_blocks", "context_tokens", "last_step_ms", "draining", "transfers")
