@@ -18,7 +18,7 @@ from common.errors import (
     ServingError,
     WorkerLost,
 )
-from common.proto import control_pb2, control_pb2_grpc, router_pb2_grpc
+from common.proto import control_pb2_grpc, router_pb2_grpc
 
 _ERRORS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
@@ -53,15 +53,20 @@ def router_stub(name: str, given: str | None) -> Iterator[router_pb2_grpc.Router
         yield wire.stub(router_pb2_grpc.RouterStub(channel))
 
 
-def scale_pool(name: str, pool: str, replicas: int) -> int:
-    """Returns: replicas wanted from now on"""
-    state = load_state(name)
-    if state is None or state.controller_address is None:
-        raise ConfigError(f"no cluster {name!r} is up on this machine")
+@contextmanager
+def controller_stub(name: str, given: str | None) -> Iterator[control_pb2_grpc.DirectoryStub]:
+    """`given`: host:port of the controller's directory; None = the one of this machine's cluster `name`.
+
+    Raises: ConfigError if there is none; ServingError of the kind that fits a gRPC status
+    """
+    if given is None:
+        state = load_state(name)
+        if state is None or state.controller_address is None:
+            raise ConfigError(f"no cluster {name!r} is up on this machine; give --controller host:port")
+        given = state.controller_address
     wire = client_wire(name)
-    with wire.blocking_channel(state.controller_address) as channel, mapped_errors():
-        stub = wire.stub(control_pb2_grpc.DirectoryStub(channel))
-        return stub.Scale(control_pb2.ScaleRequest(pool=pool, replicas=replicas), timeout=10).replicas
+    with wire.blocking_channel(given) as channel, mapped_errors():
+        yield wire.stub(control_pb2_grpc.DirectoryStub(channel))
 
 
 @contextmanager

@@ -8,12 +8,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cluster.group import Group, GroupState
+from cluster.reconcile import Phase
 from common import metric_catalog as catalog
 from common.config import Config
 from common.metrics import Metrics
 from common.proto import types_pb2
 
-_STATES = {GroupState.PLACING: "placing", GroupState.LOADING: "loading", GroupState.READY: "ready", GroupState.DEAD: "stopping"}
+_STATES = {
+    GroupState.PLACING: "placing",
+    GroupState.LOADING: "loading",
+    GroupState.READY: "ready",
+    GroupState.DRAINING: "stopping",
+    GroupState.DEAD: "stopping",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,6 @@ class Target:
 class ControllerMetrics:
     def __init__(self, config: Config):
         self.metrics = m = Metrics(catalog.CONTROLLER)
-        self._config = config
         self._starts = m.counter(catalog.GROUP_STARTS)
         self._failures = m.counter(catalog.GROUP_FAILURES)
         self._scaling = m.counter(catalog.SCALING)
@@ -49,9 +55,9 @@ class ControllerMetrics:
         if before != after:
             self._scaling.labels(pool, "up" if after > before else "down", reason).inc()
 
-    def refresh(self, groups: Iterable[Group], wanted: Mapping[str, int]) -> None:
-        m, config = self.metrics, self._config
-        states = Counter((g.spec.pool, "stopping" if g.is_stopping else _STATES[g.state]) for g in groups)
+    def refresh(self, config: Config, groups: Iterable[Group], wanted: Mapping[str, int]) -> None:
+        m = self.metrics
+        states = Counter((g.spec.pool, "stopping" if g.phase is Phase.LEAVING else _STATES[g.state]) for g in groups)
         m.counter(catalog.GROUPS).replace(
             {(pool.name, pool.role, state): float(states[pool.name, state]) for pool in config.pools for state in _STATES.values()}
         )

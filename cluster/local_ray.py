@@ -5,22 +5,29 @@ Never uses `ray stop`, which kills every Ray of the machine. On clusters that ex
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from cluster.state import Process, spawn, write_secret
+from cluster.state import Process, spawn_held, write_secret
 from common.errors import ConfigError, WorkerLost
 
-NAMESPACE = "tandem"
+
+def namespace_of(name: str) -> str:
+    """Ray's namespace of a cluster's actors; several clusters may share one Ray."""
+    return f"tandem-{name}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -30,30 +37,72 @@ def free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
-def start_local_ray(folder: Path, *, num_cpus: int, timeout_s: float = 60.0) -> tuple[Process, str, Path]:
-    """Starts a head node in a session of its own and waits until it answers.
+@dataclass(frozen=True)
+class LocalRay:
+    """`folder`: Ray's own files; its path stands in the command lines of Ray's processes. `address`: host:port of the GCS."""
 
-    Returns: (its process, host:port of the GCS, file with the auth token)
+    process: Process
+    address: str
+    token_file: Path
+    folder: Path
+
+
+def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay], None], timeout_s: float = 60.0) -> LocalRay:
+    """Starts a head node in a session of its own and waits until it answers. `record` is called before it begins.
+
     Raises: WorkerLost with the end of its log
     """
     token_file = folder / f"ray-token-{secrets.token_hex(4)}"
     write_secret(token_file, secrets.token_hex(32).encode())
     address = f"127.0.0.1:{free_port()}"
+    own_folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--num-cpus={num_cpus}", "--disable-usage-stats"]
-    command += [f"--temp-dir={tempfile.mkdtemp(prefix='tandem-ray-')}", f"--object-store-memory={100 << 20}"]
+    command += [f"--temp-dir={own_folder}", f"--object-store-memory={100 << 20}"]
     log = folder / "ray.log"
-    process = spawn(command, log, _environment(token_file))
+    held = spawn_held(command, log, _environment(token_file))
+    ray_node = LocalRay(held.process, address, token_file, own_folder)
+    record(ray_node)
+    held.release()
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not process.is_dead():
+    while time.monotonic() < deadline and not ray_node.process.is_dead():
         if b"will now block forever" in log.read_bytes():
-            return process, address, token_file
+            return ray_node
         time.sleep(0.1)
-    process.stop(5)
     raise WorkerLost(f"Ray did not start within {timeout_s:.0f} s: {' '.join(log.read_text().split())[-400:]}")
 
 
-def connect(address: str, token_file: Path | None) -> None:
+def stop_local_ray(process: Process, folder: Path | None, timeout_s: float = 30.0) -> None:
+    """Ends Ray and everything that it has started, also what was stopped or lost its parent; removes its files."""
+    family = family_of_ray(process, folder)
+    process.stop(timeout_s)
+    for relative in {*family, *family_of_ray(process, folder)}:
+        relative.stop(0)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def family_of_ray(process: Process, folder: Path | None) -> set[Process]:
+    """The process, those with the folder in their command line, and all of their descendants."""
+    parents: dict[int, int] = {}
+    found = {process.pid}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if folder is not None and str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    family = set()
+    for pid in found - {process.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            family.add(Process.of(pid))
+    return family
+
+
+def connect(address: str, token_file: Path | None, namespace: str) -> None:
     """Connects this process as a driver.
 
     Raises: ConfigError if no cluster answers there with this token
@@ -63,7 +112,7 @@ def connect(address: str, token_file: Path | None) -> None:
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     try:
-        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as exc:
         raise ConfigError(f"no Ray cluster answers at {address}: {' '.join(str(exc).split())[:200]}") from exc
 

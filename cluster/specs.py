@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from common.tls import TlsFiles
 from common.wire import Security
 
 
-def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> RankSpec:
+def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str, kv_version: str = "") -> RankSpec:
     """Rank 0's spec of a new group, with a name and an incarnation of its own; `for_rank` gives the others.
 
     Raises: ConfigError if this pool can't run on `device`
@@ -47,6 +48,7 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str) -> Ra
         security=security_of(config),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.group_port,
+        kv_version=kv_version,
     )
 
 
@@ -62,6 +64,30 @@ def security_of(config: Config) -> Security:
 
 def for_rank(spec: RankSpec, rank: int, rendezvous: str, listen_host: str) -> RankSpec:
     return replace(spec, rank=rank, rendezvous=rendezvous, listen_host=listen_host)
+
+
+def kv_version_of(config: Config) -> str:
+    """Equal for two configurations whose groups may exchange KV: same checkpoint (by its config and the sizes of its files), same format.
+
+    Raises: ConfigError if the checkpoint can't be read
+    """
+    path = config.model.path
+    try:
+        files = sorted((file.name, file.stat().st_size) for file in path.iterdir() if file.suffix == ".safetensors")
+        about = (path / "config.json").read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"model.path {path}: {exc}") from exc
+    return _digest(str(path), about, files, config.kv.dtype, config.kv.block_size)
+
+
+def fingerprint_of(spec: RankSpec, pool: PoolNode) -> str:
+    """Equal for two groups that do the same: what a group is told, less what is its own."""
+    own = replace(spec, group="", incarnation=0, rank=0, rendezvous="", key=b"", listen_host="")
+    return _digest(own, sorted(pool.node_labels.items()))
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def _require_nixl() -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -35,27 +36,47 @@ class Process(BaseModel):
     def is_dead(self) -> bool:
         return is_known_dead(types_pb2.ProcessIdentity(**self.model_dump()))
 
+    def signal(self, number: int) -> None:
+        """Does nothing if it is dead."""
+        if not self.is_dead():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def stop(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL after `timeout_s`. Returns: whether it ended by itself"""
-        if not self.is_dead():
-            os.kill(self.pid, signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while not self.is_dead() and time.monotonic() < deadline:
             time.sleep(0.05)
         ended = self.is_dead()
-        if not ended:
-            os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         with suppress(ChildProcessError):  # another process's child
             os.waitpid(self.pid, 0)
         return ended
 
 
-def spawn(command: list[str], log: Path, env: Mapping[str, str]) -> Process:
-    """Starts a process in a session of its own that may outlive this one, its output in `log`."""
+@dataclass(frozen=True)
+class Held:
+    """A process that waits for `release` before it begins, and ends if its parent does so first: there is a moment to write down that it
+    exists, and nothing is left behind without a record."""
+
+    process: Process
+    _go: int
+
+    def release(self) -> None:
+        os.write(self._go, b"go\n")
+        os.close(self._go)
+
+
+def spawn_held(command: list[str], log: Path, env: Mapping[str, str]) -> Held:
+    """A process in a session of its own that may outlive this one, its output in `log`."""
+    reader, writer = os.pipe()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    actions = [(os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
-    pid = os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
-    return Process.of(pid)
+    actions = [(os.POSIX_SPAWN_DUP2, reader, 0), (os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    waiting = ["/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh", *command]
+    pid = os.posix_spawn(waiting[0], waiting, env, file_actions=actions, setsid=True)
+    os.close(reader)
+    return Held(Process.of(pid), writer)
 
 
 class ClusterState(BaseModel):
@@ -64,6 +85,7 @@ class ClusterState(BaseModel):
     ray_address: str
     ray_process: Process | None = None  # None: a Ray cluster that was there before
     ray_token_file: Path | None = None
+    ray_folder: Path | None = None  # Ray's own files, and the mark by which its processes are found
     controller_address: str | None = None
     metrics_address: str | None = None  # of the controller: /targets there lists all others
     router_process: Process | None = None

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import ray
 
-from cluster.local_ray import NAMESPACE, connect
+from cluster.local_ray import connect, namespace_of
 from cluster.up import CONTROLLER, start_controller
 from common.config import Config
 from common.errors import ConfigError, ServingError
 
 logger = logging.getLogger(__name__)
+CLUSTER = "default"
 POLL_S = 1.0
 RETRY_S = 3.0
 CALL_TIMEOUT_S = 30.0
@@ -34,7 +35,7 @@ def keep_controller(config: Config, *, goes_on: Callable[[], bool] = lambda: Tru
     while goes_on():
         try:
             if not ray.is_initialized():
-                connect(config.cluster.ray_address, None)
+                connect(config.cluster.ray_address, None, namespace_of(CLUSTER))
             said = _follow(_controller(config), said, goes_on)
         except (ServingError, ray.exceptions.RayError) as exc:
             said = _say(said, f"the controller is not running: {' '.join(str(exc).split())[:400]}")
@@ -52,10 +53,10 @@ def waits_for(rows: list[dict]) -> str:
 def _controller(config: Config):
     """The running controller, or a new one that has started. Raises: ServingError, RayError"""
     try:
-        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        return ray.get_actor(CONTROLLER, namespace=namespace_of(CLUSTER))
     except ValueError:
         logger.info("starting the controller")
-    controller = start_controller(config)
+    controller = start_controller(config, CLUSTER)
     try:
         ray.get(controller.start.remote(), timeout=CALL_TIMEOUT_S)
     except (ServingError, ray.exceptions.RayError):

@@ -19,6 +19,7 @@ class RankSpec:
     group. `key`: the cluster's secret at the group's start; `security` says also where it is kept, if in a file that may change.
     `kv_blocks` None: as many full-layer blocks as memory allows. `metrics_port`: rank 0 takes this one or one of the next, any free
     one if 0.
+    `kv_version`: names the weights and the KV format; groups of different ones never exchange KV.
     """
 
     pool: str
@@ -48,3 +49,4 @@ class RankSpec:
     security: Security = field(default_factory=Security)
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+    kv_version: str = ""

@@ -60,6 +60,7 @@ class StartedRank:
             ranks=self.facts.ranks,
             weights=spec.weights,
             transports=transports,
+            kv_version=spec.kv_version,
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`tandem up`, `down`, `status`, `scale` and the router's own process."""
+"""`tandem up`, `down` and the router's own process."""
 
 from __future__ import annotations
 
@@ -34,18 +34,6 @@ def down(name: NameOption = "default") -> None:
     if not take_down(name):
         raise ConfigError(f"no cluster {name!r} is up on this machine")
     out.print(f"{name} is down")
-
-
-@app.command()
-def scale(
-    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
-    replicas: Annotated[int, typer.Argument(help="Groups wanted, within the pool's bounds.")],
-    name: NameOption = "default",
-) -> None:
-    """Set a pool's number of groups by hand."""
-    from cluster.client import scale_pool
-
-    out.print(f"{pool}: {scale_pool(name, pool, replicas)} replicas wanted")
 
 
 @app.command(hidden=True)

@@ -165,6 +165,8 @@ class FakePrefillGroup(FakeGroup, worker_pb2_grpc.PrefillGroupServicer):
     async def Prefill(self, request, context):
         work = request.work
         self.calls.append(work.internal_id)
+        if self.draining:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this prefill group is draining")
         self._running += 1
         try:
             async with self._turn:
@@ -304,6 +306,8 @@ class FakeDecodeGroup(FakeGroup, worker_pb2_grpc.DecodeGroupServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "another incarnation is meant")
         if self.on_reserve is not None:
             await self.on_reserve(request, context)
+        if self.draining:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this decode group is draining")
         blocks = -(-(len(work.prompt_ids) + work.sampling.max_tokens) // KV.block_size_tokens)
         if blocks > self.free_blocks or len(self._by_id) >= self.description.max_batch:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{blocks} blocks wanted, {self.free_blocks} free")

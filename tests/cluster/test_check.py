@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.controller import check_pools
+from cluster.check import check_pools
 from cluster.up import bring_up
 from common.config import parse_config
 from common.errors import ConfigError
