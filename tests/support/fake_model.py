@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import KernelError
 from common.rank_spec import RankSpec
+from common.requests import SamplingParams
 from model.batch import AttentionTables, StepBatch
 from model.build import BuiltModel
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
+from model.sampling import SamplingState, TokenChoice, sample
 
 CONFIG = ModelConfig(
     num_layers=4,
@@ -106,41 +109,72 @@ def logits_for(kv_hash: int) -> Tensor:
 
 def expected_tokens(prompt_ids: Sequence[int], count: int) -> list[int]:
     """Greedy output of a right path, stop tokens ignored."""
-    tokens = list(prompt_ids)
+    truth = _Truth(prompt_ids)
     for _ in range(count):
-        tokens.append(int(logits_for(_true_hash(tokens)).argmax()))
-    return tokens[len(prompt_ids) :]
+        truth.append(3 + truth.hash() % 887)
+    return truth.tokens[len(prompt_ids) :]
 
 
-def _true_hash(tokens: list[int]) -> int:
-    length = len(tokens)
-    total = 0
-    for layer, slides in enumerate(CONFIG.sliding):
-        first = max(0, length - CONFIG.window_tokens) if slides else 0
-        positions = torch.arange(first, length)
-        for head in range(CONFIG.num_kv_heads):
-            values = _kv_values(torch.tensor(tokens[first:]), positions, layer, head)
-            total += _weigh(values, positions, layer, head)
-    return total
+def seeded_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    """What a right path answers for any sampling parameters without stop strings, stop tokens ignored."""
+    state = SamplingState(params, prompt_ids, (), frozenset(), CONFIG.vocab_size)
+    truth = _Truth(prompt_ids)
+    for _ in range(params.max_tokens):
+        (choice,) = sample(logits_for(truth.hash())[None], [state])
+        assert isinstance(choice, TokenChoice)
+        state.record(choice.token_id)
+        truth.append(choice.token_id)
+    return truth.tokens[len(prompt_ids) :]
 
 
-def _kv_values(tokens: Tensor, positions: Tensor, layer: int, head: int) -> Tensor:
-    return (tokens * 31 + positions * 17 + layer * 7 + head * 3) % _KV_VALUES
+class _Truth:
+    """The hash of a sequence that grows, by one running sum per layer and head."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self.tokens: list[int] = []
+        self._sums = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads), np.int64)
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        position = len(self.tokens)
+        self.tokens.append(token)
+        self._sums += _share(token, position)
+        left = position - CONFIG.window_tokens
+        if left >= 0:
+            self._sums -= _share(self.tokens[left], left) * np.array(CONFIG.sliding)[:, None]
+
+    def hash(self) -> int:
+        return int((self._sums % _MODULUS).sum())
 
 
-def _weigh(values: Tensor, positions: Tensor, layer: int, head: int) -> int:
-    return int((values.long() * (positions * 13 + layer * 5 + head * 11 + 1)).sum()) % _MODULUS
+def _share(token: int, position: int) -> np.ndarray:
+    """What one token adds to the sum of each layer and head. Returns: [L, K] int64"""
+    layers, heads = np.arange(CONFIG.num_layers)[:, None], np.arange(CONFIG.num_kv_heads)
+    return ((token * 31 + position * 17 + layers * 7 + heads * 3) % _KV_VALUES) * (position * 13 + layers * 5 + heads * 11 + 1)
+
+
+def _kv_values(tokens: Tensor, positions: Tensor, layer: int, heads: Tensor) -> Tensor:
+    """Shapes: tokens, positions [T]; heads [K, 1]. Returns: [K, T]"""
+    return (tokens * 31 + positions * 17 + layer * 7 + heads * 3) % _KV_VALUES
+
+
+def _weigh(values: Tensor, positions: Tensor, layer: int, heads: Tensor) -> int:
+    """Shapes: values [K, T]; the hash of each head counts"""
+    return int(((values.long() * (positions * 13 + layer * 5 + heads * 11 + 1)).sum(1) % _MODULUS).sum())
+
+
+def _heads(kv: KVCache) -> Tensor:
+    return torch.arange(kv.head_range.start, kv.head_range.start + kv.head_range.count)[:, None]
 
 
 def _write(layer: int, batch: StepBatch, tables: AttentionTables, kv: KVCache) -> None:
     pool, size = kv.layer(layer), kv.geometry.block_size_tokens
     keep = tables.slot_mapping >= 0
     slots = tables.slot_mapping[keep]
-    for local in range(kv.head_range.count):
-        values = _kv_values(batch.token_ids[keep], batch.positions[keep], layer, kv.head_range.start + local)
-        for part, shift in ((0, 0), (1, 1)):
-            row = ((values + shift) % _KV_VALUES).to(pool.dtype)[:, None].expand(-1, pool.shape[-1])
-            pool[slots // size, part, local, slots % size] = row
+    values = _kv_values(batch.token_ids[keep], batch.positions[keep], layer, _heads(kv)).T[:, :, None]  # [T, K, 1]
+    for part, shift in ((0, 0), (1, 1)):
+        pool[slots // size, part, :, slots % size] = ((values + shift) % _KV_VALUES).to(pool.dtype).expand(-1, -1, pool.shape[-1])
 
 
 def _pool_hash(batch: StepBatch, kv: KVCache, b: int) -> int:
@@ -151,8 +185,7 @@ def _pool_hash(batch: StepBatch, kv: KVCache, b: int) -> int:
         first = max(0, length - CONFIG.window_tokens) if slides else 0
         positions = torch.arange(first, length)
         blocks = tables.block_table[b].long()[(positions - int(tables.kv_start[b])) // size]
-        for local in range(kv.head_range.count):
-            k, v = (kv.layer(layer)[blocks, part, local, positions % size].float() for part in (0, 1))
-            spoilt = bool(((k + 1) % _KV_VALUES != v).any() or (k != k[:, :1]).any())
-            total += _weigh(k[:, 0], positions, layer, kv.head_range.start + local) + 4999 * spoilt
+        k, v = (kv.layer(layer)[blocks, part, :, positions % size].float() for part in (0, 1))  # [T, K, D]
+        spoilt = (((k + 1) % _KV_VALUES != v) | (k != k[:, :, :1])).any(2).any(0)  # [K]
+        total += _weigh(k[:, :, 0].T, positions, layer, _heads(kv)) + 4999 * int(spoilt.sum())
     return total

@@ -1,0 +1,141 @@
+"""Kill storm, cancel storm, message faults: many small requests against whole groups, one kind of trouble each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.faults.result import Result
+from tests.support.faults.bed import FaultBed, fault_bed, fault_config
+from tests.support.faults.load import Clients, Shape
+from tests.support.faults.oracle import Oracle, gaps_s, percentile
+from tests.support.faults.plan import FaultSettings, counts_of
+from tests.support.router_bed import until
+
+AT_ONCE = 64
+LONGEST_S = 300.0
+RECOVERY_S = 3.0  # after a fault, while requests may still fail of it
+
+
+def run_kill(folder: Path, size: int, seed: int) -> Result:
+    """One kill or stop per 100 requests, of any rank, at any instant; the next one when all groups are back."""
+    with fault_bed(folder, fault_config(folder), FaultSettings(str(folder), seed)) as bed:
+        return asyncio.run(_kill(bed, size, seed))
+
+
+async def _kill(bed: FaultBed, size: int, seed: int) -> Result:
+    result, rng = Result(), random.Random(seed)
+    clients = Clients(bed.router_address, Shape(), bed.oracle, seed=seed)
+    repaired_s: list[float] = []
+
+    async def storm() -> None:
+        """Paced by the work done, so that a slow machine's requests are not hit more often."""
+        for goal in itertools.count(100, 100):
+            await until(lambda goal=goal: sum(bool(r.ends) for r in bed.oracle.records) >= goal, LONGEST_S)
+            await bed.until_whole()
+            group = rng.choice(sorted(bed.groups.values(), key=lambda g: g.group))
+            await asyncio.sleep(rng.uniform(0, 0.3))
+            rank = rng.randrange(len(group.ranks))
+            if rng.randrange(4):
+                bed.kill(group, rank)
+                await until(lambda group=group: group.group not in bed.groups, LONGEST_S)
+                repaired_s.append(await bed.until_whole())
+            else:
+                await bed.stop(group, rank, rng.choice((0.2, 1.0, 3.0)))
+
+    async with following(bed):
+        await bed.until_whole()
+        storming = asyncio.create_task(storm())
+        await clients.closed_loop(size, AT_ONCE)
+        storming.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await storming
+        await bed.until_whole()
+        await judge_rest(bed, result)
+    await clients.close()
+    oracle = bed.oracle
+    result.judge(oracle)
+    result.note(faults=dict(Counter(fault.kind for fault in oracle.faults)), repaired_p50_s=percentile(repaired_s, 50))
+    result.must("success_percent", oracle.success_percent(), at_least=99.5)
+    result.must("failed_out_of_blast", len(oracle.out_of_blast(RECOVERY_S)), at_most=0)
+    kills = Oracle(oracle.records, [fault for fault in oracle.faults])
+    result.must("typed_error_p99_s", percentile(kills.error_delays_s(), 99), at_most=1.0 + RECOVERY_S)
+    result.note(typed_error_p50_s=percentile(kills.error_delays_s(), 50), errors=dict(Counter(r.detail[:70] for r in oracle.failed())))
+    return result
+
+
+def run_cancel(folder: Path, size: int, seed: int) -> Result:
+    """Half of the clients go away at a random instant."""
+    with fault_bed(folder, fault_config(folder), FaultSettings(str(folder), seed)) as bed:
+        return asyncio.run(_cancel(bed, size, seed))
+
+
+async def _cancel(bed: FaultBed, size: int, seed: int) -> Result:
+    result, rng = Result(), random.Random(seed)
+    typical_s = 0.5
+
+    def cancel(number: int) -> float | None:
+        return rng.uniform(0, 2 * typical_s) if rng.randrange(2) else None
+
+    async with following(bed):
+        await bed.until_whole()
+        warm = Clients(bed.router_address, Shape(), Oracle(), seed=seed + 1)
+        await warm.closed_loop(100, AT_ONCE)
+        await warm.close()
+        took = [r.ended_s - r.sent_s for r in warm.oracle.records]
+        typical_s = percentile(took, 50)
+        clients = Clients(bed.router_address, Shape(), bed.oracle, seed=seed)
+        await clients.closed_loop(size, AT_ONCE, cancel)
+        await judge_rest(bed, result, within_s=1.0)
+    await clients.close()
+    result.judge(bed.oracle)
+    result.must("success_percent", bed.oracle.success_percent(), at_least=100.0)
+    return result
+
+
+def run_messages(folder: Path, size: int, seed: int) -> Result:
+    """One of 16 pushes of KV and of calls between groups is lost, late, doubled, overtaken, cut or has a bit flipped."""
+    with fault_bed(folder, fault_config(folder), FaultSettings(str(folder), seed, one_in=16)) as bed:
+        return asyncio.run(_messages(bed, size, seed, folder))
+
+
+async def _messages(bed: FaultBed, size: int, seed: int, folder: Path) -> Result:
+    result = Result()
+    clients = Clients(bed.router_address, Shape(), bed.oracle, seed=seed)
+    async with following(bed):
+        await bed.until_whole()
+        await clients.closed_loop(size, AT_ONCE)
+        await judge_rest(bed, result)
+    await clients.close()
+    result.judge(bed.oracle)
+    counts = counts_of(folder)
+    result.note(faults={key: counts[key] for key in sorted(counts)}, errors=dict(Counter(r.detail[:90] for r in bed.oracle.failed())))
+    result.note(success_percent=bed.oracle.success_percent())
+    flips = sum(count for key, count in counts.items() if key.endswith("data flip"))
+    result.must("data_flips", flips, at_least=1)
+    return result
+
+
+@contextlib.asynccontextmanager
+async def following(bed: FaultBed):
+    task = asyncio.create_task(bed.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def judge_rest(bed: FaultBed, result: Result, within_s: float = 10.0) -> None:
+    """Every block back and nothing under way."""
+    try:
+        result.must("at_rest_after_s", await bed.until_idle(), at_most=within_s)
+        result.must("leaked", 0, at_most=0)
+    except TimeoutError as exc:
+        result.must("leaked", 1, at_most=0)
+        result.misses.append(f"held: {exc}")
+    result.note(gap_p99_ms=1e3 * percentile(gaps_s(bed.oracle.records), 99))

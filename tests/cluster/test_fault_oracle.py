@@ -1,0 +1,61 @@
+"""The ledger of fault runs finds what it is there to find."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_model import expected_tokens, seeded_tokens
+from tests.support.faults.oracle import Fault, Footprint, Oracle, Record, percentile, slope_per_hour
+
+
+def record(**changes) -> Record:
+    fields = {"number": 1, "expected": [5, 6, 7], "deadline_s": 20.0, "sent_s": 10.0, "ends": ["ok"], "ended_s": 12.0, "tokens": [5, 6, 7]}
+    return Record(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost", "double", "wrong"),
+    [
+        ({}, 0, 0, 0),
+        ({"ends": [], "ended_s": 0.0}, 1, 0, 0),
+        ({"ended_s": 21.5}, 1, 0, 0),
+        ({"ends": ["ok", "ok"]}, 0, 1, 0),
+        ({"ends": ["ok", "UNAVAILABLE"]}, 0, 1, 0),
+        ({"tokens": [5, 6, 8]}, 0, 0, 1),
+        ({"tokens": [5, 6]}, 0, 0, 1),
+        ({"tokens": [5, 6, 7, 8]}, 0, 0, 1),
+        ({"tokens": []}, 0, 0, 1),
+        ({"is_gapless": False}, 0, 0, 1),
+        ({"ends": ["UNAVAILABLE"], "tokens": [5, 6]}, 0, 0, 0),
+        ({"ends": ["UNAVAILABLE"], "tokens": [6]}, 0, 0, 1),
+        ({"ends": ["cancelled"], "tokens": []}, 0, 0, 0),
+    ],
+)
+def test_each_way_of_going_wrong_is_counted_once(changes, lost, double, wrong):
+    oracle = Oracle([record(), record(**changes)])
+    assert (len(oracle.lost()), len(oracle.double()), len(oracle.wrong())) == (lost, double, wrong)
+
+
+def test_a_failure_is_within_the_blast_only_of_faults_that_touched_its_life():
+    oracle = Oracle([record(ends=["UNAVAILABLE"], tokens=[])])
+    for began, over, within in ((11.0, 11.0, True), (8.0, 8.5, True), (5.0, 6.0, False), (12.5, 13.0, False), (2.0, 9.0, True)):
+        oracle.faults = [Fault("kill", "g", began, over)]
+        assert (oracle.out_of_blast(2.0) == []) is within
+
+
+def test_growth_and_percentiles():
+    assert slope_per_hour([(t, 100 + 0.01 * t) for t in range(100)]) == pytest.approx(36.0)
+    assert slope_per_hour([(1.0, 5.0)]) == 0.0
+    assert [percentile([3, 1, 2], p) for p in (0, 50, 99)] == [1, 2, 3]
+    import os
+
+    footprint = Footprint.of(os.getpid())
+    assert footprint.rss_bytes > 1e6
+    assert footprint.threads >= 1
+
+
+def test_the_fake_model_without_sampling_is_the_greedy_one():
+    from common.requests import SamplingParams
+
+    prompt = list(range(3, 180))
+    assert seeded_tokens(prompt, SamplingParams(max_tokens=12, temperature=0.0)) == expected_tokens(prompt, 12)
