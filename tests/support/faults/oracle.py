@@ -76,13 +76,15 @@ class Oracle:
         """Requests that failed though no fault was in effect, or had been up to `recovery_s` before, while they ran."""
         return [r for r in self.failed() if not any(f.began_s <= r.ended_s and r.sent_s <= f.over_s + recovery_s for f in self.faults)]
 
-    def error_delays_s(self) -> list[float]:
-        """For each failed request, the time from the latest fault before its end."""
+    def error_delays_s(self, kind: str) -> list[float]:
+        """For each failed request that ran when such a fault began, and after which no other came, the time from there to its end."""
         delays = []
         for record in self.failed():
-            before = [fault.began_s for fault in self.faults if fault.began_s <= record.ended_s]
-            delays.append(record.ended_s - max(before) if before else 0.0)
-        return sorted(delays)
+            before = [fault for fault in self.faults if fault.began_s <= record.ended_s]
+            last = max(before, key=lambda fault: fault.began_s, default=None)
+            if last is not None and last.kind == kind and record.sent_s <= last.began_s:
+                delays.append(record.ended_s - last.began_s)
+        return delays
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

@@ -9,7 +9,10 @@ from typing import Any
 
 from tests.support.faults.plan import FaultPlan, FaultSettings
 
-HOOK = {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.support.faults.ranks.install"}
+HOOK = {
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.support.faults.ranks.install",
+    "RAY_worker_niceness": "0",  # Ray's default lets whatever else runs on the machine go first
+}
 
 
 def install() -> None:
