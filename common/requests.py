@@ -72,6 +72,7 @@ class Request:
     itl_slo_ms: float | None = None
     priority: int = 0
     latency_weight: float | None = None
+    explain: bool = False
 
 
 def parse_request(data: bytes, limits: ModelLimits) -> Request:
@@ -114,6 +115,7 @@ def check_request(message: router_pb2.GenerateRequest, limits: ModelLimits) -> R
         itl_slo_ms=_positive(slo, "itl_ms", "slo.itl_ms"),
         priority=message.priority,
         latency_weight=weight,
+        explain=message.explain,
     )
 
 

@@ -110,7 +110,7 @@ async def ask(stub: router_pb2_grpc.RouterStub, chat_format: HarmonyFormat, chat
     Raises: ServingError if the stream ends without an answer; grpc.RpcError
     """
     prompt = chat_format.render(chat)
-    request = router_pb2.GenerateRequest(request_id="demo")
+    request = router_pb2.GenerateRequest(request_id="demo", explain=True)
     request.tokenized.input_ids.extend(prompt.token_ids)
     request.sampling_params.temperature = 0.0
     request.sampling_params.max_tokens = MAX_TOKENS

@@ -36,6 +36,7 @@ def generate(
 
     request = router_pb2.GenerateRequest(request_id=f"cli-{time.time_ns()}")
     request.tokenized.input_ids.extend(parse_ids(input_ids))
+    request.explain = explain
     params = request.sampling_params
     params.temperature, params.top_p, params.top_k, params.ignore_eos = temperature, top_p, top_k, ignore_eos
     if max_tokens is not None:

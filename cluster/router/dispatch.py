@@ -135,7 +135,7 @@ class Dispatcher:
         assert place.prefill is not None
         attempt = place.attempt
         if job.stream.route is None:
-            job.stream.route = explain(place.decision)
+            job.stream.route = explain(place.decision, everybody=False)
         try:
             finish = await attempt.run(place.reservation)
             place.is_finished = True

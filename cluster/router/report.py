@@ -19,7 +19,7 @@ def complete(
 ) -> router_pb2.GenerateComplete:
     """`groups`: names of the prefill and decode group that served, "" for none."""
     actual = actual_of(job, decision)
-    route = explain(decision)
+    route = explain(decision, everybody=job.request.explain)
     for candidate in route.candidates:
         if candidate.chosen:
             candidate.prefill_group, candidate.decode_group = groups

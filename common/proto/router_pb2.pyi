@@ -18,20 +18,22 @@ POOL_STATE_ACTIVE: PoolState
 POOL_STATE_DRAINING: PoolState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "sampling_params", "slo", "priority", "latency_weight")
+    __slots__ = ("request_id", "tokenized", "sampling_params", "slo", "priority", "latency_weight", "explain")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     SLO_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LATENCY_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: _types_pb2.TokenizedInput
     sampling_params: _types_pb2.SamplingParams
     slo: _types_pb2.Slo
     priority: int
     latency_weight: float
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[_types_pb2.TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[_types_pb2.Slo, _Mapping]] = ..., priority: _Optional[int] = ..., latency_weight: _Optional[float] = ...) -> None: ...
+    explain: bool
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[_types_pb2.TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[_types_pb2.Slo, _Mapping]] = ..., priority: _Optional[int] = ..., latency_weight: _Optional[float] = ..., explain: bool = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
     __slots__ = ("index", "first_token_index", "token_ids", "logprobs")

@@ -54,7 +54,7 @@ class Answer:
 
 def request_of(prompt=(1, 2, 3), *, max_tokens: int | None = 8, request_id: str = "", **fields) -> router_pb2.GenerateRequest:
     """`fields` not in GenerateRequest are sampling parameters."""
-    own = {name: fields.pop(name) for name in ("priority", "latency_weight", "slo") if name in fields}
+    own = {name: fields.pop(name) for name in ("priority", "latency_weight", "slo", "explain") if name in fields}
     sampling = types_pb2.SamplingParams(**{"temperature": 0.0} | fields)
     if max_tokens is not None:
         sampling.max_tokens = max_tokens

@@ -295,3 +295,14 @@ async def test_logit_bias_reaches_the_groups_unchanged():
     assert answer.tokens[0] == [77] * 4
     assert dict(prefill.prefilled[0].sampling.logit_bias) == {77: 100.0, 78: -1.5}
     assert pick_token(prefill.prefilled[0], 0) == 77
+
+
+async def test_the_report_lists_every_candidate_only_if_asked_to():
+    groups = [FakePrefillGroup("p1", "p1-0"), FakePrefillGroup("p4", "p4-0", tp=4), FakeDecodeGroup()]
+    async with bed(*groups) as router:
+        brief = await router.generate(request_of(max_tokens=3))
+        full = await router.generate(request_of(max_tokens=3, explain=True))
+    (chosen,) = brief.completes[0].route.decision.candidates
+    assert chosen.chosen
+    assert chosen.reason
+    assert {c.prefill_pool for c in full.completes[0].route.decision.candidates} == {"p1", "p4"}
