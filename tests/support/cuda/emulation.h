@@ -159,6 +159,7 @@ inline int __syncthreads_or(int x) {
 }
 inline void __syncwarp(unsigned = 0xFFFFFFFFu) { emulation::exchange({}); }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 inline float __uint_as_float(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
 inline uint32_t __float_as_uint(float f) { uint32_t x; memcpy(&x, &f, 4); return x; }
