@@ -42,6 +42,15 @@ def _start_ticks(pid: int) -> int | None:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    if after_name[0] in "ZX":
+    if after_name[0] in "ZX" and not _has_live_threads(pid):
         return None
     return int(after_name[19])  # field 22 of the line
+
+
+def _has_live_threads(pid: int) -> bool:
+    """The first thread of a process can be a zombie while others still run, and hold its files and devices open."""
+    try:
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return False
+    return any(state not in "ZX" for state in states)
