@@ -35,13 +35,14 @@ from common import auth
 from common.kv_layout import KVGeometry, head_range, plan_pairs
 from common.proto import types_pb2, worker_pb2
 from kernels.digest import DigestKey, kv_digest
+from kv_transfer.deadline import Deadline
 from kv_transfer.memory import SharedBuffer
 from kv_transfer.pool_view import PoolView
 from kv_transfer.push import Push
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports import nixl
-from kv_transfer.transports.base import Deadline, Link, Target
+from kv_transfer.transports.base import Link, Target
 from kv_transfer.transports.choose import LinkOpener
 
 KEY = b"benchmark"

@@ -1,0 +1,357 @@
+"""KV transfer between two GPUs of one host: builds, checks every byte, breaks things, then measures; a short table last.
+
+    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 500]
+
+Every group is a process that sees one GPU only, as Ray gives it one; groups of several ranks hold all of them in that process. Parts are
+guarded: one that fails prints the end of its traceback, and the others go on. Needs two GPUs, nvcc, torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.transfer_gpu_groups import Child
+from kernels import cuda_library
+from kv_transfer.transports import nixl
+
+PROMPT = 8192
+FIRST_COMPILE = ("kv_copy", "device_memory")
+TIMING, RACE = "benchmarks.transfer_gpu_timing", "benchmarks.transfer_gpu_race"
+
+
+class Bench:
+    """The two groups that most parts use, the parts, and what they found."""
+
+    def __init__(self, out: Path, victims: int):
+        self.out, self.victims = out, victims
+        self.context = multiprocessing.get_context("spawn")
+        self.lines: list[str] = []
+        self.records: list[dict] = []
+        self.failed: list[str] = []
+        self.transfer_id = 100
+        self.prefill, self.decode = Child(self.context, 0), Child(self.context, 1)
+        self.spare: dict[int, list[Child]] = {0: [], 1: []}
+
+    def start_spares(self) -> None:
+        """Groups to be killed and stopped later; they start beside the first parts."""
+        self.spare = {0: [Child(self.context, 0) for _ in range(3)], 1: [Child(self.context, 1) for _ in range(4)]}
+
+    def next_id(self) -> int:
+        self.transfer_id += 1
+        return self.transfer_id
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self.lines.append(line)
+
+    def part(self, name: str, run: Callable[[], None]) -> None:
+        began = time.monotonic()
+        try:
+            run()
+        except Exception:  # noqa: BLE001 the other parts go on
+            self.failed.append(name)
+            self.say(f"{name}: FAILED\n{traceback.format_exc()[-1800:]}")
+            self.revive()
+        print(f"  [{name}: {time.monotonic() - began:.1f} s]", flush=True)
+
+    def revive(self) -> None:
+        """Groups that a failed part may have left in any state are replaced."""
+        for child in (self.prefill, self.decode):
+            child.kill()
+        self.prefill, self.decode = Child(self.context, 0), Child(self.context, 1)
+
+    def record(self, transport: str, tp_from: int, tp_to: int, nbytes: int, gb_per_s: float, plain: float, **more: object) -> None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        fields = {"transport": transport, "tp_from": tp_from, "tp_to": tp_to, "bytes": nbytes, "gb_per_s": round(gb_per_s, 2)}
+        fields |= {"plain_copy_gb_per_s": round(plain, 2), "date": datetime.date.today().isoformat(), "device": "2 x NVIDIA H200"}
+        self.records.append(fields | {"commit": commit or os.environ.get("COMMIT", "")} | more)
+
+    # -- checks ------------------------------------------------------------------------------------------------------------------------
+
+    def equal(self, tokens: int, *, transport: str = "cuda_ipc") -> None:
+        """One transfer between the open groups, checked byte for byte and by digest."""
+        transfer_id = self.next_id()
+        reservation = self.decode.ask("reserve", transfer_id, tokens)
+        result = self.prefill.ask("hand_over", reservation, transfer_id)
+        if result["error"]:
+            raise AssertionError(f"{transport}, {tokens} tokens: {result['error']}")
+        difference = self.decode.ask("difference", transfer_id, transfer_id, alone=True)
+        found = self.decode.ask("verify", transfer_id)
+        if difference or found != result["digests"]:
+            raise AssertionError(f"{transport}, {tokens} tokens: {difference or 'bytes equal, digests not'}: {found} {result['digests']}")
+        self.decode.ask("release", transfer_id)
+
+    def every_pair(self) -> None:
+        prompts = (1, 15, 17, 127, 129, 1000, 1025)
+        count = 0
+        for tp_to in (1, 2, 4):
+            self.decode.ask("decode", tp=tp_to, layers=6, num_blocks=(80, 24))
+            for tp_from, tokens in itertools.product((1, 2, 4, 8), prompts):
+                if (tp_from + tp_to + tokens) % 2 and tokens not in (129, 1000):
+                    continue
+                self.prefill.ask("prefill", tp=tp_from, layers=6, num_tokens=tokens)
+                self.equal(tokens)
+                count += 1
+        self.say(f"bytes and digests equal: cuda_ipc, {count} transfers, TP 1 2 4 8 -> 1 2 4")
+
+    def race(self) -> None:
+        address = tempfile.mktemp(prefix="tandem-race-")
+        self.decode.tell("call", RACE, "race_decode", address, self.victims)
+        self.prefill.tell("call", RACE, "race_prefill", address, self.victims)
+        errors = self.prefill.answer(90)
+        found = self.decode.answer(90)
+        self.say(f"race: {self.victims} victims, {found['outcome']}, WRONG {len(found['wrong'])}, blocks not free {found['not_free']}, "
+                 f"written while free {found['changed']}; writers: {errors}")  # fmt: skip
+        if found["wrong"]:
+            self.say("\n".join(found["wrong"][:3]))
+
+    def faults(self) -> None:
+        """Kill, stop and continue of either side at byte 0, half and end."""
+        layers, tokens = 12, 1024
+        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens)
+        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0xBEEF)
+        for name, pause_at in (("byte 0", 0), ("half", layers // 2), ("end", layers)):
+            self._decode_dies(name, pause_at, layers, tokens)
+            self._prefill_dies(name, pause_at, layers, tokens)
+        stopped = self.spare[1].pop().ready()
+        stopped.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0x5709)
+        for name, pause_at in (("byte 0", 0), ("half", layers // 2), ("end", layers)):
+            self._decode_stops(stopped, name, pause_at, tokens)
+        stopped.kill()
+
+    def _decode_dies(self, name: str, pause_at: int, layers: int, tokens: int) -> None:
+        victim = self.spare[1].pop().ready()
+        victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0xDEAD0 + pause_at)
+        reservation = victim.ask("reserve", 7, tokens)
+        self.prefill.tell("hand_over", reservation, 7, pause_at=pause_at, hold_ms=30, deadline_s=3.0)
+        self._paused(self.prefill)
+        victim.kill()
+        died = time.monotonic()
+        self.prefill.pipe.send("go on")
+        result = self.prefill.answer(20)
+        self.say(
+            f"decode killed at {name}: prefill free after {time.monotonic() - died:.2f} s, {result['error'] or 'all acknowledged before'}"
+        )
+        self.equal(tokens)
+
+    def _prefill_dies(self, name: str, pause_at: int, layers: int, tokens: int) -> None:
+        victim = self.spare[0].pop().ready()
+        victim.ask("prefill", tp=1, layers=layers, num_tokens=tokens)
+        transfer_id = self.next_id()
+        reservation = self.decode.ask("reserve", transfer_id, tokens)
+        victim.tell("hand_over", reservation, 7, pause_at=pause_at, hold_ms=30)
+        self._paused(victim)
+        victim.kill()
+        time.sleep(1.0)  # what quiet.py waits for
+        self.decode.ask("release", transfer_id)  # poisons its blocks
+        self.equal(tokens)  # and nothing beside these was written meanwhile
+        time.sleep(0.2)
+        self.equal(tokens)
+        self.say(f"prefill killed at {name}: its blocks reused 1 s later, every other byte untouched")
+
+    def _decode_stops(self, stopped: Child, name: str, pause_at: int, tokens: int) -> None:
+        transfer_id = self.next_id()
+        reservation = stopped.ask("reserve", transfer_id, tokens)
+        self.prefill.tell("hand_over", reservation, transfer_id, pause_at=pause_at, hold_ms=30, deadline_s=2.0)
+        self._paused(self.prefill)
+        stopped.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        self.prefill.pipe.send("go on")
+        result = self.prefill.answer(20)
+        free_s = time.monotonic() - began
+        self.equal(tokens)
+        stopped.signal(signal.SIGCONT)
+        if not result["error"]:
+            difference = stopped.ask("difference", transfer_id, transfer_id, alone=True)
+            result["error"] = difference or "all acknowledged, bytes equal after it went on"
+        stopped.ask("release", transfer_id)
+        again = self.next_id()
+        answer = self.prefill.ask("hand_over", stopped.ask("reserve", again, tokens), again)
+        difference = answer["error"] or stopped.ask("difference", again, again, alone=False)
+        stopped.ask("release", again)
+        self.say(
+            f"decode stopped at {name}: prefill free after {free_s:.2f} s, {result['error']}; afterwards {difference or 'equal again'}"
+        )
+
+    def _paused(self, child: Child) -> None:
+        if not child.pipe.poll(20) or child.pipe.recv()[0] != "paused":
+            raise AssertionError("the writer did not come to the place where it should be stopped")
+
+    # -- figures -----------------------------------------------------------------------------------------------------------------------
+
+    def open_long(
+        self, tp_to: int = 1, tokens: int = PROMPT, transport: str = "cuda_ipc", transports: tuple[str, ...] = ("cuda_ipc",)
+    ) -> None:
+        self.prefill.ask("prefill", tp=1, layers=36, num_tokens=tokens, transport=transport)
+        self.decode.ask("decode", tp=tp_to, layers=36, num_blocks=(600, 40), transports=transports, incarnation=self.next_id())
+
+    def kernel(self) -> None:
+        self.open_long()
+        handle = self.decode.ask("plain_memory", 320 << 20)
+        for heads in (8, 4, 1):
+            rows = self.prefill.ask("call", TIMING, "kernel_blocks", handle, heads)
+            text = ", ".join(f"{blocks}: {peer:.0f} ({alone:.0f})" for blocks, peer, alone in rows)
+            self.say(f"kernel, {heads} of 8 heads, GB/s to the peer (digest alone) by thread blocks: {text}")
+
+    def rate(self, transport: str, tp_to: int) -> None:
+        self.open_long(tp_to, transport=transport, transports=(transport,))
+        handle = self.decode.ask("plain_memory", 320 << 20)
+        reservation = self.decode.ask("reserve", self.next_id(), PROMPT)
+        got = self.prefill.ask("call", TIMING, "rates", reservation, handle, transport)
+        gb = [got["bytes"] / got[name] / 1e6 for name in ("link_ms", "plain_ms")]
+        self.say(f"{transport} TP1 -> TP{tp_to}, {got['bytes'] / 1e6:.0f} MB: {gb[0]:.0f} GB/s, {got['link_ms']:.3f} ms; plain copy "
+                 f"{gb[1]:.0f} GB/s; ratio {got['ratio']:.1%}")  # fmt: skip
+        self.record(transport, 1, tp_to, got["bytes"], *gb, ratio=round(got["ratio"], 3))
+
+    def checked(self, transport: str) -> None:
+        """Bytes over another transport: some pairs, then a decode group that is killed half-way and one that is stopped."""
+        for tp_from, tp_to, tokens in ((1, 1, 1000), (2, 1, 129), (1, 2, 1025), (4, 2, 17)):
+            self.decode.ask("decode", tp=tp_to, layers=6, num_blocks=(80, 24), transports=(transport,), incarnation=self.next_id())
+            self.prefill.ask("prefill", tp=tp_from, layers=6, num_tokens=tokens, transport=transport)
+            self.equal(tokens, transport=transport)
+        self.say(f"bytes and digests equal: {transport}, 4 transfers")
+
+    def nccl_rates(self) -> None:
+        for nbytes in (16 << 20, 64 << 20, 256 << 20):
+            pair_id = self.prefill.ask("call", TIMING, "new_pair_id")
+            self.decode.tell("call", TIMING, "nccl_receive", pair_id, nbytes, 8)
+            own = self.prefill.ask("call", TIMING, "nccl_plain", pair_id, nbytes, 8)
+            self.decode.answer()
+            self.say(f"nccl's own send and receive of {nbytes >> 20} MiB: {own:.0f} GB/s")
+        self.rate("nccl", 1)
+
+    def nccl_faults(self) -> None:
+        layers, tokens = 12, 1024
+        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens, transport="nccl")
+        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=0xBEEF)
+        self.equal(tokens)
+        for what, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+            victim = Child(self.context, 1).ready()
+            victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=self.next_id())
+            again = self.next_id()
+            answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)  # there is a communicator now
+            victim.ask("release", again)
+            reservation = victim.ask("reserve", again + 1, tokens)
+            self.next_id()
+            self.prefill.tell("hand_over", reservation, 7, pause_at=layers // 2, hold_ms=30, deadline_s=2.0)
+            self._paused(self.prefill)
+            victim.signal(number)
+            began = time.monotonic()
+            self.prefill.pipe.send("go on")
+            result = self.prefill.answer(20)
+            free_s = time.monotonic() - began
+            self.equal(tokens, transport="nccl")
+            line = f"nccl, decode {what} at half: prefill free after {free_s:.2f} s, {result['error']}; other pair equal"
+            if number == signal.SIGSTOP:
+                victim.signal(signal.SIGCONT)
+                victim.ask("release", again + 1)
+                time.sleep(0.5)
+                again = self.next_id()
+                answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)
+                line += f"; after SIGCONT {answer['error'] or victim.ask('difference', again, again, alone=False) or 'equal again'}"
+            victim.kill()
+            self.say(line)
+
+    def auto(self) -> None:
+        offered = ("cuda_ipc", "nccl", *(("nixl",) if nixl.is_installed() else ()), "tcp")
+        self.decode.ask("decode", tp=1, layers=6, num_blocks=(80, 24), transports=offered, incarnation=self.next_id())
+        self.prefill.ask("prefill", tp=1, layers=6, num_tokens=1000, transport="auto")
+        self.equal(1000, transport="auto")
+        self.say(f"auto among {', '.join(offered)}: {self.prefill.ask('chosen')}")
+
+    def nixl(self) -> None:
+        if not nixl.is_installed():
+            self.say("nixl: not installed here")
+            return
+        self.checked("nixl")
+        self.rate("nixl", 1)
+
+    def hand_over_ms(self, tokens: int) -> None:
+        self.open_long(tokens=tokens)
+        reservations = []
+        for _ in range(8):
+            reservations.append(self.decode.ask("reserve", self.next_id(), tokens))
+            self.decode.ask("release", self.transfer_id, poison=False)
+        got = self.prefill.ask("call", TIMING, "sender_ms", reservations)
+        self.say(f"{tokens} tokens by the sender, first push to last ack: {got['push_to_ack_ms']:.3f} ms; begin {got['begin_ms']:.3f} ms")
+        transfer_id = self.next_id()
+        self.decode.ask("reserve", transfer_id, tokens)
+        self.say(f"{tokens} tokens, check at commit (digest of all layers): {self.decode.ask('verify_ms', transfer_id):.3f} ms")
+
+    def overlap(self, tokens: int, total_ms: float, graph: bool) -> None:
+        self.open_long(tokens=tokens)
+        reservations = []
+        for _ in range(7):
+            reservations.append(self.decode.ask("reserve", self.next_id(), tokens))
+            self.decode.ask("release", self.transfer_id, poison=False)
+        got = self.prefill.ask("call", TIMING, "overlap", reservations, total_ms, graph)
+        place = "behind" if graph else "during"
+        late = f"{got['last_byte_after_ms']:.3f} ms after its end (worst {got['last_byte_after_worst_ms']:.3f})"
+        self.say(f"{tokens} tokens, push {place} a load of {got['alone_ms']:.1f} ms: {got['slower']:+.2%}; last byte {late}; "
+                 f"host time of enqueueing {got['host_ms']:.1f} ms")  # fmt: skip
+        self.records.append({"overlap": got, "tokens": tokens, "graph": graph})
+
+    def close(self) -> None:
+        for child in (self.prefill, self.decode, *self.spare[0], *self.spare[1]):
+            child.kill()
+        (self.out / "transfer_gpu.json").write_text(json.dumps(self.records, indent=1) + "\n")
+        print("\n== summary ==")
+        print("\n".join(self.lines))
+        print(f"failed parts: {', '.join(self.failed) or 'none'}", flush=True)
+
+
+def parts(bench: Bench) -> dict[str, Callable[[], None]]:
+    return {
+        "every pair": bench.every_pair,
+        "kernel": bench.kernel,
+        "cuda_ipc TP1": lambda: bench.rate("cuda_ipc", 1),
+        "cuda_ipc TP2": lambda: bench.rate("cuda_ipc", 2),
+        "1024 tokens": lambda: bench.hand_over_ms(1024),
+        "8192 tokens": lambda: bench.hand_over_ms(PROMPT),
+        "overlap": lambda: bench.overlap(PROMPT, 100.0, False),
+        "overlap 1024": lambda: bench.overlap(1024, 20.0, True),
+        "race": bench.race,
+        "faults": bench.faults,
+        "nccl": lambda: bench.checked("nccl"),
+        "nccl rates": bench.nccl_rates,
+        "nccl faults": bench.nccl_faults,
+        "auto": bench.auto,
+        "tcp": lambda: bench.checked("tcp"),
+        "nixl": bench.nixl,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the records")
+    parser.add_argument("--only", nargs="+", help="names of parts")
+    parser.add_argument("--victims", type=int, default=500)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    cuda_library.build_all(FIRST_COMPILE)
+    print(f"compiled: {time.monotonic() - began:.1f} s", flush=True)
+    bench = Bench(arguments.out, arguments.victims)
+    print(f"GPUs: {bench.prefill.answer(120)}, {bench.decode.answer(120)}; ready after {time.monotonic() - began:.1f} s", flush=True)
+    bench.prefill.is_ready = bench.decode.is_ready = True
+    chosen = {name: run for name, run in parts(bench).items() if arguments.only is None or name in arguments.only}
+    if "faults" in chosen:
+        bench.start_spares()
+    for name, run in chosen.items():
+        bench.part(name, run)
+    bench.close()
+
+
+if __name__ == "__main__":
+    main()
