@@ -18,8 +18,7 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str, kv_ve
 
     Raises: ConfigError if this pool can't run on `device`
     """
-    if device == "cpu" and config.kv.transport == "nixl":
-        _require_nixl()
+    _check_transport(config.kv.transport, device)
     suffix = secrets.token_hex(3)
     return RankSpec(
         pool=pool.name,
@@ -90,8 +89,12 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-def _require_nixl() -> None:
+def _check_transport(transport: str, device: str) -> None:
+    """Raises: ConfigError if pools on `device` can't be reached that way"""
     from importlib.util import find_spec
 
-    if find_spec("nixl_cu12") is None:
+    missing = {"cpu": ("cuda_ipc", "nccl"), "cuda": ("shm",)}.get(device, ())
+    if transport in missing:
+        raise ConfigError(f"kv.transport is {transport}, which is not for pools on {device}; set auto")
+    if transport == "nixl" and device == "cpu" and find_spec("nixl_cu12") is None:
         raise ConfigError("kv.transport is nixl, which is not installed: pip install 'tandem[nixl]'")

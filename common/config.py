@@ -83,7 +83,7 @@ class PricesNode(Node):
 class KVNode(Node):
     block_size: Literal[16, 32, 64] = Field(default=16, description="tokens per KV block")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "nixl", "cuda_ipc", "nccl"] = "auto"
     lease_s: float = Field(default=10.0, gt=0, description="a transfer without a heartbeat for this long is given up")
 
 

@@ -23,8 +23,9 @@ from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
 from kv_transfer.ledger import TransferLedger
-from kv_transfer.memory import SharedBuffer
+from kv_transfer.pool_memory import make_pool_memory, offered_transports
 from kv_transfer.pool_view import PoolView
+from kv_transfer.quiet import GPU_QUIET_S, Quiet
 from kv_transfer.receiver import Receiver
 from model.build import BuildModel, build_model
 from model.control import FollowerChannel, LeaderChannel
@@ -34,7 +35,6 @@ from model.rank_start import StartedRank, start_rank
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 0.2
-_TRANSPORTS = {"auto": ("shm", "tcp")}  # what a preference offers; any other offers itself alone
 
 
 class DecodeRank:
@@ -46,7 +46,7 @@ class DecodeRank:
         self._life = RankLife()
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._service: DecodeService | None = None
-        self._transports = _TRANSPORTS.get(spec.transport, (spec.transport,))
+        self._transports = offered_transports(spec.transport, spec.device)
 
     def start(self) -> types_pb2.GroupDescription | None:
         """Returns once this rank serves: the group's description on rank 0, None on the others.
@@ -82,8 +82,9 @@ class DecodeRank:
     def _executor(self, started: StartedRank) -> DecodeExecutor:
         spec, geometry, facts = self.spec, started.geometry, started.facts
         blocks = (facts.full_blocks, facts.sliding_blocks)
-        buffer = SharedBuffer.create(KVCache.nbytes(geometry, spec.tp, spec.rank, *blocks))
-        kv = KVCache(geometry, spec.tp, spec.rank, *blocks, spec.device, buffer.tensor())
+        nbytes = KVCache.nbytes(geometry, spec.tp, spec.rank, *blocks)
+        buffer = make_pool_memory(spec.device, nbytes)
+        kv = KVCache(geometry, spec.tp, spec.rank, *blocks, spec.device, buffer.tensor()[:nbytes])
         receiver = Receiver(
             PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank),
             key=started.wire.keys,
@@ -140,6 +141,7 @@ class DecodeRank:
             started.wire.keys,
             lambda transfer_id, writer: self._serving().fence(transfer_id, writer),
             metrics,
+            Quiet(0.0 if spec.device == "cpu" else GPU_QUIET_S),
         )
         facts = ModelFacts(
             vocab_size=config.vocab_size,

@@ -47,7 +47,8 @@ class Outcome:
 
 
 class Reservations:
-    """`fence(transfer_id, writer)` asks a prefill group to stop, without waiting. `template`: what all reservations have in common."""
+    """`fence(transfer_id, writer)` asks a prefill group to stop, without waiting. `template`: what all reservations have in common.
+    `is_quiet(process)`: whether nothing that a dead writer's process has begun can land any more."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class Reservations:
         key: Key,
         fence: Fence,
         metrics: DecodeMetrics,
+        is_quiet: Callable[[types_pb2.ProcessIdentity], bool] = is_known_dead,
     ):
+        self._is_quiet = is_quiet
         self._metrics = metrics
         self._scheduler = scheduler
         self._ledger = ledger
@@ -163,7 +166,7 @@ class Reservations:
     def tick(self, now_s: float) -> None:
         """Gives up reservations whose lease is over, repeats fences, looks for writers that died. A few times per second."""
         self._carry_out(self._ledger.expire(now_s))
-        self._carry_out(self._ledger.sweep_dead(is_known_dead))
+        self._carry_out(self._ledger.sweep_dead(self._is_quiet))
 
     # -- replies -----------------------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,29 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from common.errors import KVTransferError
 from common.proto import worker_pb2
 from kv_transfer.pool_view import PoolView, rows
-from kv_transfer.transports.tcp_wire import PushHeader, Status
+from kv_transfer.transports.tcp_wire import PROBE_ID, PushHeader, Status
+
+
+def _copy_to_host(pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview) -> None:
+    """payload [n, 2, heads, tokens, D] -> blocks `ids` of pool [N, 2, K, S, D]"""
+    target = rows(pool, heads.start, heads.stop - heads.start, tokens.start, tokens.stop)
+    target[ids] = np.frombuffer(payload, target.dtype).reshape(-1, *target.shape[1:])
+
+
+def _copy_to_device(pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview | Tensor) -> None:
+    """As `_copy_to_host`, for a pool on a GPU; enqueues on the current stream."""
+    part = pool.view(torch.int16)[:, :, heads, tokens]
+    data = payload if isinstance(payload, Tensor) else torch.frombuffer(payload, dtype=torch.uint8).to(pool.device)
+    values = data.view(torch.int16).view(len(ids), *part.shape[1:])
+    if values.shape[-1] % 4 == 0:  # wider elements are copied faster
+        part, values = part.view(torch.int64), values.view(torch.int64)
+    part.index_copy_(0, torch.from_numpy(ids).to(pool.device), values)
 
 
 class BlockMap:
@@ -71,6 +89,7 @@ class GrantTable:
         self._view = view
         self._incarnation = incarnation
         self._grants: dict[int, Grant] = {}
+        self._stream = torch.cuda.Stream(view.full.device) if view.full.is_cuda else None
 
     def add(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int, key_id: int = 0) -> None:
         if transfer_id in self._grants:
@@ -91,11 +110,14 @@ class GrantTable:
             with grant.lock:
                 grant.is_revoked = True
 
-    def write(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: memoryview) -> Status:
+    def write(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: memoryview | Tensor) -> Status:
         """Checks a received message against its grant and, only if all fits, copies the payload into the pool.
 
+        Shapes: payload [n, 2, heads, tokens, head_dim] as bytes: on the host, or a tensor on the pool's device
         Returns: OK, or why nothing was written
         """
+        if header.transfer_id == PROBE_ID:
+            return Status.OK if header.incarnation == self._incarnation else Status.WRONG_INCARNATION
         grant = self._grants.get(header.transfer_id)
         if grant is None:
             return Status.UNKNOWN_TRANSFER
@@ -103,14 +125,22 @@ class GrantTable:
         if status is not Status.OK:
             return status
         head = header.first_head - self._view.heads.start
-        target = rows(self._view.layer(header.layer), head, header.num_heads, header.begin, header.end)
+        pool = self._view.layer(header.layer)
         with grant.lock:
             if grant.is_revoked:
                 return Status.UNKNOWN_TRANSFER
-            target[ids] = np.frombuffer(payload, target.dtype).reshape(-1, *target.shape[1:])
+            self._copy(pool, slice(head, head + header.num_heads), slice(header.begin, header.end), ids, payload)
             for i in range(head, head + header.num_heads):
                 grant.head_bytes[i] += len(payload) // header.num_heads
         return Status.OK
+
+    def _copy(self, pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview | Tensor) -> None:
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                _copy_to_device(pool, heads, tokens, ids, payload)
+            self._stream.synchronize()
+        else:
+            _copy_to_host(pool, heads, tokens, ids, payload if isinstance(payload, memoryview) else payload.numpy().data)
 
     def _check(self, grant: Grant, h: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload_bytes: int) -> Status:
         g, heads = self._view.geometry, self._view.heads

@@ -10,14 +10,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from torch import Tensor
+
 from common.errors import KVTransferError, ServingError
 from common.keyring import Key, digest_secret
 from common.kv_layout import DTYPE_BYTES, KVGeometry, PushPair, check_join, plan_pairs
 from common.proto import types_pb2, worker_pb2
 from kernels.digest import MASK, DigestKey
+from kv_transfer.deadline import Deadline
+from kv_transfer.device import Device
 from kv_transfer.grants import BlockMap
 from kv_transfer.pool_view import PoolView
-from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.base import Target
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,37 @@ class PushResult:
     digest_per_rank: tuple[int, ...]
     error: ServingError | None
     uses: tuple[TransportUse, ...] = ()
+
+
+class ChunkBlocks:
+    """Both sides' blocks of tokens [start, end), the same for all layers of one kind, so made once per chunk.
+
+    Shapes: source_ids, target_ids, target_epochs int64 [n], from logical block `first` on; on_device: both ids int32 on the device
+    Raises: KVTransferError if `block_ids`, of logical blocks from `first_logical` on, don't cover the tokens or are not in the pool
+    """
+
+    def __init__(
+        self, target: BlockMap, tokens: tuple[int, int], block_size: int, block_ids: list[int], first_logical: int, pool_blocks: int
+    ):
+        self.first, last = tokens[0] // block_size, (tokens[1] - 1) // block_size
+        ids = self.source_ids = np.array(block_ids[max(0, self.first - first_logical) : last + 1 - first_logical], np.int64)
+        if self.first < first_logical or len(ids) != last + 1 - self.first or ids.min() < 0 or ids.max() >= pool_blocks:
+            raise KVTransferError(f"blocks of tokens {tokens[0]} to {tokens[1]} are not all there, or not in a pool of {pool_blocks}")
+        self.target_ids, self.target_epochs = target.part(self.first, len(ids))
+        self.on_device: tuple[Tensor, Tensor] | None = None
+        self._of = (block_ids, first_logical, tokens)
+
+    def are_of(self, block_ids: list[int], first_logical: int, tokens: tuple[int, int]) -> bool:
+        """Whether they were made from these very arguments."""
+        return self._of[0] is block_ids and self._of[1:] == (first_logical, tokens)
+
+    def upload(self, device: Device) -> tuple[Tensor, Tensor]:
+        """Returns: (source ids, target ids) int32 on the device; the copy is enqueued at the first call"""
+        if self.on_device is None:
+            both = np.concatenate((self.source_ids, self.target_ids)).astype(np.int32)
+            source, target = device.upload(both).split(len(self.source_ids))
+            self.on_device = (source, target)
+        return self.on_device
 
 
 class Outgoing:
@@ -71,6 +107,9 @@ class Outgoing:
         row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
         shape = {"row_bytes": row_bytes, "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
         self.digest_key = DigestKey.derive(digest_secret(key, reservation.key_id), self.transfer_id, num_tokens=num_tokens, **shape)
+        self.device_key: DigestKey | None = None  # the same on the pools' device, if that is none of the CPU
+        self._blocks: dict[bool, ChunkBlocks] = {}
+        self.geometry = g
         self._next_token = [g.handover_blocks(num_tokens, sliding=slides)[0] * g.block_size_tokens for slides in g.sliding]
         self._bytes = [0] * tp_size
         self._digests = [0] * tp_size
@@ -99,6 +138,20 @@ class Outgoing:
             raise KVTransferError(f"layer {layer}: tokens {start_token} to {end_token} pushed, {due} to {self.num_tokens} were due")
         self._next_token[layer] = end
         return due, end
+
+    def upload(self, device: Device) -> None:
+        """Enqueues the copy of the digest's key to the device."""
+        key = self.digest_key
+        self.device_key = DigestKey(*(device.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
+
+    def blocks(self, slides: bool, tokens: tuple[int, int], block_ids: list[int], first_logical: int, pool_blocks: int) -> ChunkBlocks:
+        """Raises: as `ChunkBlocks`"""
+        blocks = self._blocks.get(slides)
+        if blocks is None or not blocks.are_of(block_ids, first_logical, tokens):
+            block_size = self.geometry.block_size_tokens
+            blocks = ChunkBlocks(self.maps[slides], tokens, block_size, block_ids, first_logical, pool_blocks)
+            self._blocks[slides] = blocks
+        return blocks
 
     def fail(self, error: ServingError) -> None:
         """The first error counts; queued work of this transfer is dropped from now on."""

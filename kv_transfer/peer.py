@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import KVTransferError, PeerLost, ServingError
-from kernels.digest import kv_digest
+from kernels.digest import DigestKey, kv_digest
+from kv_transfer.deadline import Deadline
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.push import Push
-from kv_transfer.transports.base import Deadline, Link
+from kv_transfer.transports.base import DeviceLink, Link
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Peer:
                 self._end(job.outgoing)
             else:
                 self._push(job.outgoing, job.push)
+                if self.queue.empty():
+                    self._submit()
             self._settle()
             idle_since = time.monotonic()
         self._drop_link()
@@ -96,20 +99,16 @@ class Peer:
     def _carry_out(self, outgoing: Outgoing, push: Push) -> None:
         if self._link is None:
             self._link = self._connect(outgoing.deadline)
-        kv = push.source[:, :, push.source_head : push.source_head + push.num_heads]
-        digest = kv_digest(
-            kv,
-            torch.from_numpy(push.source_ids),
-            first_logical=push.first_logical,
-            tokens=push.tokens,
-            layer=push.layer,
-            first_head=push.first_head,
-            key=outgoing.digest_key,
-        )
+        digest = 0 if isinstance(self._link, DeviceLink) else _digest(push, outgoing.digest_key)
         started_s = time.monotonic()
         self._link.write(push, outgoing.deadline)
         outgoing.used(self._link.transport, push.nbytes, time.monotonic() - started_s)
         outgoing.add(self._dst_rank, push.nbytes, digest)
+
+    def _submit(self) -> None:
+        link = self._link
+        if self._current is not None and isinstance(link, DeviceLink):
+            self._guard(self._current, link.submit)
 
     def _end(self, outgoing: Outgoing) -> None:
         if self._current is outgoing:
@@ -124,8 +123,13 @@ class Peer:
         current, self._current = self._current, None
         if current is not None and self._link is not None:
             link, started_s = self._link, time.monotonic()
-            self._guard(current, lambda: link.flush(current.deadline))
+            self._guard(current, lambda: self._await_acks(link, current))
             current.used(link.transport, 0, time.monotonic() - started_s)
+
+    def _await_acks(self, link: Link, outgoing: Outgoing) -> None:
+        link.flush(outgoing.deadline)
+        if isinstance(link, DeviceLink):
+            outgoing.add(self._dst_rank, 0, link.take_digest())
 
     def _guard(self, outgoing: Outgoing, operation: Callable[[], None]) -> None:
         try:
@@ -161,3 +165,15 @@ class Peer:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+def _digest(push: Push, key: DigestKey) -> int:
+    return kv_digest(
+        push.source[:, :, push.source_head : push.source_head + push.num_heads],
+        torch.from_numpy(push.source_ids),
+        first_logical=push.first_logical,
+        tokens=push.tokens,
+        layer=push.layer,
+        first_head=push.first_head,
+        key=key,
+    )

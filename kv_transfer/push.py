@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from kernels.digest import DigestKey
+from kv_transfer.device import Moment
+
 
 @dataclass(frozen=True)
 class Span:
@@ -37,6 +40,20 @@ def split_spans(start_token: int, end_token: int, block_size: int) -> list[Span]
 
 
 @dataclass(frozen=True)
+class DevicePart:
+    """What a push of memory on a device needs besides: nothing of it was waited for, the device keeps the order.
+
+    Shapes: source_ids, target_ids as in `Push`, int32 on the device; source_ids None: 0, 1, 2, ...; key: on the device
+    Units: ready: when the source holds the tokens
+    """
+
+    ready: Moment
+    source_ids: Tensor | None
+    target_ids: Tensor
+    key: DigestKey
+
+
+@dataclass(frozen=True)
 class Push:
     """`source_ids[i]` and `target_ids[i]` (granted with `target_epochs[i]`) are the two sides' blocks of logical index `first_logical + i`.
 
@@ -57,6 +74,7 @@ class Push:
     target_head: int
     first_head: int
     num_heads: int
+    device: DevicePart | None = None
 
     @property
     def spans(self) -> list[Span]:

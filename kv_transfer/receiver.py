@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.errors import ConfigError
@@ -16,14 +17,19 @@ from common.keyring import Key, digest_secret
 from common.kv_layout import DTYPE_BYTES
 from common.proto import worker_pb2
 from kernels.digest import MASK, DigestKey, kv_digest
-from kv_transfer.grants import GrantTable
+from kernels.kv_copy import Segment, TileShape
+from kv_transfer.cuda_device import device_of
+from kv_transfer.device import Device, DeviceBuffer
+from kv_transfer.grants import Grant, GrantTable
+from kv_transfer.handle_exchange import HandleServer
 from kv_transfer.memory import SharedBuffer
 from kv_transfer.pool_view import PoolView
-from kv_transfer.transports import shm, tcp
+from kv_transfer.transports import cuda_ipc, shm, tcp
+from kv_transfer.transports.nccl_server import NcclServer
 from kv_transfer.transports.nixl import NixlTarget
 from kv_transfer.transports.tcp_server import TcpServer, check_host
 
-CHECKED_TRANSPORTS = frozenset({"tcp"})  # the receiver sees every write and refuses what was revoked
+CHECKED_TRANSPORTS = frozenset({"tcp", "nccl"})  # the receiver sees every write and refuses what was revoked
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Receiver:
         incarnation: int,
         listen_host: str,
         transports: tuple[str, ...],
-        buffer: SharedBuffer | None,
+        buffer: SharedBuffer | DeviceBuffer | None,
+        device: Device | None = None,
     ):
         self._view = view
         self._key = key
@@ -58,26 +65,42 @@ class Receiver:
         self._grants = GrantTable(view, incarnation)
         self._server: TcpServer | None = None
         self._nixl: NixlTarget | None = None
+        self._handles: HandleServer | None = None
+        self._nccl: NcclServer | None = None
+        self._device: Device | None = device or device_of(view.full)
+        self._checker = _DeviceChecker(view, self._device) if self._device is not None else None
+        self._keys: dict[int, DigestKey] = {}
         self._endpoints: list[worker_pb2.Endpoint] = []
         for transport in transports:
             self._endpoints.append(
                 worker_pb2.Endpoint(transport=transport, detail=self._offer(transport, incarnation, listen_host, buffer))
             )
 
-    def _offer(self, transport: str, incarnation: int, listen_host: str, buffer: SharedBuffer | None) -> bytes:
+    def _offer(self, transport: str, incarnation: int, listen_host: str, buffer: SharedBuffer | DeviceBuffer | None) -> bytes:
         if transport == "shm":
-            if buffer is None:
+            if not isinstance(buffer, SharedBuffer):
                 raise ConfigError("transport shm needs KV pools in a SharedBuffer")
             return shm.describe(self._view, buffer)
+        if transport == "cuda_ipc":
+            if buffer is None or isinstance(buffer, SharedBuffer):
+                raise ConfigError("transport cuda_ipc needs KV pools in memory of a GPU that the device allocated")
+            self._handles = HandleServer(buffer.handle(), key=self._key, incarnation=incarnation)
+            return cuda_ipc.describe(self._view, buffer, self._handles.name)
         if transport == "tcp":
             check_host(listen_host)
             block_bytes = 2 * self._view.heads.count * self._view.geometry.head_block_bytes
             self._server = TcpServer(self._grants, key=self._key, incarnation=incarnation, host=listen_host, max_block_bytes=block_bytes)
             return tcp.describe(listen_host, self._server.port)
+        if transport == "nccl":
+            if self._device is None:
+                raise ConfigError("transport nccl is for KV pools on a GPU")
+            check_host(listen_host)
+            self._nccl = NcclServer(self._grants, self._device, key=self._key, incarnation=incarnation, host=listen_host)
+            return tcp.describe(listen_host, self._nccl.port)
         if transport == "nixl":
             self._nixl = NixlTarget(self._view)
             return self._nixl.describe()
-        raise ConfigError(f"transport {transport!r} can't be offered; shm, tcp and nixl exist")
+        raise ConfigError(f"transport {transport!r} can't be offered; shm, tcp, nixl, cuda_ipc and nccl exist")
 
     def endpoints(self) -> list[worker_pb2.Endpoint]:
         """Returns: how prefill ranks reach this rank, in the order of `transports`"""
@@ -90,6 +113,10 @@ class Receiver:
         Raises: KVTransferError if blocks are missing, repeated or not in the pool, or the id has a grant already
         """
         self._grants.add(transfer_id, blocks, num_tokens, key_id)
+        g = self._view.geometry
+        shape = {"row_bytes": g.head_dim * DTYPE_BYTES[g.dtype], "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
+        key = DigestKey.derive(digest_secret(self._key, key_id), transfer_id, num_tokens=num_tokens, **shape)  # before the commit needs it
+        self._keys[transfer_id] = key if self._checker is None else self._checker.upload(key)
 
     def verify(self, transfer_id: int) -> VerifyResult:
         """What this rank holds for a transfer now. Takes about as long as reading the bytes twice.
@@ -97,19 +124,24 @@ class Receiver:
         Raises: KVTransferError if there is no grant
         """
         grant = self._grants.get(transfer_id)
-        g, heads = self._view.geometry, self._view.heads
+        g, key = self._view.geometry, self._keys[transfer_id]
         row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
-        shape = {"row_bytes": row_bytes, "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
-        key = DigestKey.derive(digest_secret(self._key, grant.key_id), transfer_id, num_tokens=grant.num_tokens, **shape)
-        digest = expected = 0
+        expected = sum(2 * row_bytes * (end - start) for start, end in (self._tokens(grant, slides) for slides in g.sliding))
+        digest = self._digest(grant, key) if self._checker is None else self._checker.digest(grant, key)
+        return VerifyResult(sum(received or expected for received in grant.head_bytes), digest & MASK)
+
+    def _tokens(self, grant: Grant, slides: bool) -> tuple[int, int]:
+        g = self._view.geometry
+        return g.handover_blocks(grant.num_tokens, sliding=slides)[0] * g.block_size_tokens, grant.num_tokens
+
+    def _digest(self, grant: Grant, key: DigestKey) -> int:
+        g, digest = self._view.geometry, 0
         for layer, slides in enumerate(g.sliding):
             first, count = g.handover_blocks(grant.num_tokens, sliding=slides)
             ids = torch.from_numpy(grant.maps[slides].part(first, count)[0])
-            tokens = (first * g.block_size_tokens, grant.num_tokens)
-            kv = self._view.layer(layer)
-            digest += kv_digest(kv, ids, first_logical=first, tokens=tokens, layer=layer, first_head=heads.start, key=key)
-            expected += 2 * row_bytes * (tokens[1] - tokens[0])
-        return VerifyResult(sum(received or expected for received in grant.head_bytes), digest & MASK)
+            kv, tokens = self._view.layer(layer), self._tokens(grant, slides)
+            digest += kv_digest(kv, ids, first_logical=first, tokens=tokens, layer=layer, first_head=self._view.heads.start, key=key)
+        return digest
 
     def revoke(self, transfer_id: int) -> None:
         """Takes the grant back; idempotent.
@@ -117,6 +149,7 @@ class Receiver:
         Effects: no write through a transport that the receiver checks lands after the return; waits at most for one copy of 2 MiB
         """
         self._grants.revoke(transfer_id)
+        self._keys.pop(transfer_id, None)
 
     def is_fenced(self, transfer_id: int) -> bool:
         """True if a revoke alone proves that nothing more of this transfer can land, whatever its writer does.
@@ -136,3 +169,35 @@ class Receiver:
         if self._nixl:
             self._nixl.close()
             self._nixl = None
+        if self._nccl:
+            self._nccl.close()
+        if self._handles:
+            self._handles.close()
+
+
+class _DeviceChecker:
+    """Digests what lies in pools on a device, all layers in one go."""
+
+    def __init__(self, view: PoolView, device: Device):
+        g = view.geometry
+        self._view = view
+        self._device = device
+        heads = view.heads.count
+        self._shape = TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, heads, heads, g.num_kv_heads)
+
+    def upload(self, key: DigestKey) -> DigestKey:
+        return DigestKey(*(self._device.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
+
+    def digest(self, grant: Grant, key: DigestKey) -> int:
+        """Effects: waits for the device"""
+        g, segments = self._view.geometry, []
+        ids = {}
+        for slides in (False, True):
+            first, count = g.handover_blocks(grant.num_tokens, sliding=slides)
+            ids[slides] = (first, self._device.upload(grant.maps[slides].part(first, count)[0].astype(np.int32)))
+        for layer, slides in enumerate(g.sliding):
+            first, table = ids[slides]
+            tokens = (first * g.block_size_tokens, grant.num_tokens)
+            pool = self._view.layer(layer).data_ptr()
+            segments.append(Segment(pool, 0, 0, 0, table, None, tokens, first, layer, self._view.heads.start))
+        return self._device.digest(segments, self._shape, key)

@@ -25,12 +25,15 @@ from common.errors import KVTransferError, ServingError
 from common.keyring import Key
 from common.kv_layout import PushPair
 from common.proto import worker_pb2
+from kv_transfer.cuda_device import device_of
+from kv_transfer.deadline import Deadline
+from kv_transfer.device import Device
 from kv_transfer.outgoing import Outgoing, PushResult
 from kv_transfer.peer import Job, Peer
 from kv_transfer.pool_view import PoolView
-from kv_transfer.push import Push
-from kv_transfer.transports.base import Deadline, Link
-from kv_transfer.transports.choose import LinkOpener
+from kv_transfer.push import DevicePart, Push
+from kv_transfer.transports.base import Link
+from kv_transfer.transports.choose import LinkOpener, LinkRate
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +44,26 @@ class Sender:
     """All outgoing transfers of one prefill rank.
 
     Units: key: the cluster's secret; rank: this rank's tensor-parallel rank; io_timeout_s: longest wait for a peer without progress;
-        idle_s: after which an unused link is closed
+        idle_s: after which an unused link is closed; device: what the pools lie on, None: found by the pools
     """
 
-    def __init__(self, view: PoolView, *, key: Key, rank: int, preference: str = "auto", io_timeout_s: float = 10.0, idle_s: float = 60.0):
+    def __init__(
+        self,
+        view: PoolView,
+        *,
+        key: Key,
+        rank: int,
+        preference: str = "auto",
+        io_timeout_s: float = 10.0,
+        idle_s: float = 60.0,
+        device: Device | None = None,
+    ):
         if rank != view.tp_rank:
             raise KVTransferError(f"rank {rank} was given the pools of rank {view.tp_rank}")
         self._view = view
         self._key = key
-        self._opener = LinkOpener(view, key=key, preference=preference, io_timeout_s=io_timeout_s)
+        self._device = device or device_of(view.full)
+        self._opener = LinkOpener(view, key=key, preference=preference, io_timeout_s=io_timeout_s, device=self._device)
         self._idle_s = idle_s
         self._lock = threading.Lock()  # guards the two dictionaries
         self._outgoing: dict[int, Outgoing] = {}
@@ -75,6 +89,8 @@ class Sender:
             if outgoing.transfer_id in self._outgoing:
                 raise KVTransferError(f"transfer {outgoing.transfer_id:x} is open already")
             self._outgoing[outgoing.transfer_id] = outgoing
+        if self._device is not None:
+            outgoing.upload(self._device)
 
     def push_layer(self, transfer_id: int, layer: int, start_token: int, end_token: int, block_ids: list[int], first_logical: int) -> None:
         """Queues tokens [start, end) of one layer, which this rank's pool holds by now. Chunks of a layer come in order, without gaps.
@@ -90,33 +106,33 @@ class Sender:
         start, end = outgoing.clip(layer, start_token, end_token)
         if start == end or not outgoing.pairs:
             return
-        block_size = self._view.geometry.block_size_tokens
-        first, last = start // block_size, (end - 1) // block_size
-        ids = np.array(block_ids[max(0, first - first_logical) : last + 1 - first_logical], np.int64)
-        pool = self._view.layer(layer)
-        if first < first_logical or len(ids) != last + 1 - first or ids.min() < 0 or ids.max() >= pool.shape[0]:
-            raise KVTransferError(
-                f"layer {layer}: blocks of tokens {start} to {end} are not all there, or not in a pool of {pool.shape[0]}"
-            )
-        slides = self._view.geometry.sliding[layer]
-        if slides:
+        slides, pool = self._view.geometry.sliding[layer], self._view.layer(layer)
+        blocks = outgoing.blocks(slides, (start, end), block_ids, first_logical, pool.shape[0])
+        ids, on_device = blocks.source_ids, None
+        if self._device is not None:
+            source_table, target_table = blocks.upload(self._device)
+            if slides:
+                pool, ids = pool.index_select(0, source_table), np.arange(len(ids))
+            assert outgoing.device_key is not None
+            on_device = DevicePart(self._device.mark(), None if slides else source_table, target_table, outgoing.device_key)
+        elif slides:
             pool, ids = pool.index_select(0, torch.from_numpy(ids)), np.arange(len(ids))
-        target_ids, target_epochs = outgoing.maps[slides].part(first, len(ids))
         for pair in outgoing.pairs:
             push = Push(
                 transfer_id=transfer_id,
                 incarnation=outgoing.incarnation,
                 layer=layer,
                 tokens=(start, end),
-                first_logical=first,
+                first_logical=blocks.first,
                 source=pool,
                 source_ids=ids,
                 source_head=pair.src_head,
-                target_ids=target_ids,
-                target_epochs=target_epochs,
+                target_ids=blocks.target_ids,
+                target_epochs=blocks.target_epochs,
                 target_head=pair.dst_head,
                 first_head=self._view.heads.start + pair.src_head,
                 num_heads=pair.num_heads,
+                device=on_device,
             )
             self._enqueue(outgoing, pair, push)
 
@@ -152,6 +168,10 @@ class Sender:
         """Returns: why an open transfer has failed, so that a prefill need not go on to its end for nothing; None while all is well"""
         outgoing = self._get(transfer_id)
         return outgoing.error if outgoing else None
+
+    def rates(self) -> list[LinkRate]:
+        """Returns: what was measured of each decode rank that was reached so far"""
+        return self._opener.rates()
 
     def close(self) -> None:
         """Aborts every transfer and ends the threads.

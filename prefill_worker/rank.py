@@ -14,6 +14,7 @@ from common.metrics_server import MetricsServer
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
+from kv_transfer.pool_memory import offered_transports
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import Sender
 from model.build import BuildModel, build_model
@@ -115,7 +116,7 @@ class PrefillRank:
 
     def _facts(self, started: StartedRank) -> PrefillFacts:
         spec, config = self.spec, started.built.config
-        transports = ["shm", "tcp"] if spec.transport == "auto" else [spec.transport]
+        transports = list(offered_transports(spec.transport, spec.device))
         return PrefillFacts(
             description=started.describe(types_pb2.ROLE_PREFILL, transports),
             geometry=started.geometry,

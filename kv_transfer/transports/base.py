@@ -1,36 +1,16 @@
-"""What every transport offers: a `Link` from one prefill rank into one decode rank's pools, and deadlines for its waits.
+"""What every transport offers: a `Link` from one prefill rank into one decode rank's pools, by which deadline.
 
 A link is used by one thread. Implementations: shm.py, tcp.py, nixl.py; transports for GPUs take the same shape.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from common.errors import TransferTimeout
 from common.kv_layout import KVGeometry
+from kv_transfer.deadline import Deadline
 from kv_transfer.push import Push
-
-
-class Deadline:
-    """A moment on the monotonic clock that can be moved closer from another thread, e.g. when the transfer is aborted."""
-
-    def __init__(self, seconds: float):
-        self._at = time.monotonic() + seconds
-
-    def cut(self, seconds: float) -> None:
-        """At most `seconds` from now are left."""
-        self._at = min(self._at, time.monotonic() + seconds)
-
-    def left_s(self) -> float:
-        return self._at - time.monotonic()
-
-    def check(self, what: str) -> None:
-        """Raises: TransferTimeout if the moment has passed"""
-        if self.left_s() <= 0:
-            raise TransferTimeout(f"the transfer's deadline passed while {what}")
 
 
 @dataclass(frozen=True)
@@ -71,3 +51,23 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Frees what the link holds; never blocks for long."""
+
+    def probe(self, deadline: Deadline) -> int:
+        """Moves some bytes to where nothing is lost by them. Returns: how many are there by now
+
+        Raises: as `write`
+        """
+
+
+@runtime_checkable
+class DeviceLink(Link, Protocol):
+    """A link for pushes of memory on a device. It digests what it writes, since only the device reads those bytes."""
+
+    def submit(self) -> None:
+        """Enqueues what `write` has gathered; called when no other push is waiting. Never blocks for long.
+
+        Raises: as `write`
+        """
+
+    def take_digest(self) -> int:
+        """Returns: the digest of everything written since the last call, modulo 2^64; to be called after `flush`"""

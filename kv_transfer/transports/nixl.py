@@ -1,4 +1,4 @@
-"""NIXL over UCX: one-sided writes into pools that the decode rank registered. Needs the optional extra `nixl`. Here for CPU memory.
+"""NIXL over UCX: one-sided writes into pools that the decode rank registered. Needs the optional extra `nixl`. On a CPU or a GPU.
 
 One-sided like shared memory: the receiver can't refuse a write. NIXL reports a write as done after flushing the endpoint, so done means
 that the bytes are in the target's memory; that is the acknowledgement. UCX does not authenticate: only for networks whose members trust
@@ -29,15 +29,22 @@ from common import process
 from common.errors import KVTransferError, NotSupportedError, PeerLost, TransferTimeout
 from common.kv_layout import DTYPE_BYTES, head_range
 from common.proto import types_pb2
+from kv_transfer.deadline import Deadline
 from kv_transfer.pool_view import PoolView
 from kv_transfer.push import Push, Span
-from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.base import Target
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _WINDOW_WRITES = 16
 _BOUNCE_BYTES = 4 << 20
 _POLL_S = 50e-6
 _PROGRESS_S = 1e-3
+SCRATCH_BYTES = 4 << 20
+_PROBE_ROW_BYTES = 64 << 10
+
+
+def _device_number(tensor: Tensor) -> int:
+    return (tensor.device.index or 0) if tensor.is_cuda else -1
 
 
 def is_installed() -> bool:
@@ -70,11 +77,11 @@ class Agent:
     def register(self, tensors: list[Tensor]) -> list[Any]:
         return [self.raw.register_memory(tensor.view(-1)) for tensor in tensors if tensor.numel()]
 
-    def descriptors(self, addresses: np.ndarray, row_bytes: int) -> Any:
-        """addresses uint64 [n] -> NIXL descriptors of rows of CPU memory"""
+    def descriptors(self, addresses: np.ndarray, row_bytes: int, device: int) -> Any:
+        """addresses uint64 [n] -> NIXL descriptors of rows of memory of that GPU, or of the CPU if it is negative"""
         table = np.zeros((len(addresses), 3), np.uint64)
-        table[:, 0], table[:, 1] = addresses, row_bytes
-        return self.raw.get_xfer_descs(table, "DRAM")
+        table[:, 0], table[:, 1], table[:, 2] = addresses, row_bytes, max(device, 0)
+        return self.raw.get_xfer_descs(table, "DRAM" if device < 0 else "VRAM")
 
 
 class NixlTarget:
@@ -85,7 +92,8 @@ class NixlTarget:
 
     def __init__(self, view: PoolView):
         self._agent = Agent("decode")
-        self._agent.register([view.full, view.sliding])
+        self._scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=view.full.device)  # for probes
+        self._agent.register([view.full, view.sliding, self._scratch])
         self._view = view
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
@@ -98,6 +106,8 @@ class NixlTarget:
         facts["owner"] = {"host": own.host, "pid": own.pid, "start_ticks": own.start_ticks}
         for name, pool in (("full", self._view.full), ("sliding", self._view.sliding)):
             facts[name] = {"address": pool.data_ptr() if pool.numel() else 0, "num_blocks": pool.shape[1]}
+        facts["scratch"] = self._scratch.data_ptr()
+        facts["device"] = _device_number(self._scratch)
         return json.dumps(facts).encode()
 
     def close(self) -> None:
@@ -115,6 +125,8 @@ class NixlSource:
     def __init__(self, view: PoolView):
         self.agent = Agent("prefill")
         self._pools = [view.full, view.sliding]
+        self.device = view.full.device
+        self.stream = torch.cuda.Stream(self.device) if view.full.is_cuda else None
         self.agent.register(self._pools)
 
     def has(self, source: Tensor) -> bool:
@@ -144,6 +156,7 @@ class NixlLink:
             metadata = base64.b64decode(facts["metadata"], validate=True)
             self._owner = types_pb2.ProcessIdentity(**facts["owner"])
             names = {False: "full", True: "sliding"}
+            self._scratch, self._remote_device = int(facts["scratch"]), int(facts["device"])
             self._pools = {slides: _RemotePool(int(facts[n]["address"]), int(facts[n]["num_blocks"])) for slides, n in names.items()}
         except (ValueError, KeyError, TypeError) as exc:
             raise KVTransferError(f"nixl endpoint of decode rank {target.rank} makes no sense: {exc}") from exc
@@ -152,7 +165,7 @@ class NixlLink:
         self._io_timeout_s = io_timeout_s
         self._source = source
         self._agent = source.agent
-        self._bounce = torch.zeros(0, dtype=torch.uint8)
+        self._bounce = torch.zeros(0, dtype=torch.uint8, device=source.device)
         self._bounce_registration: list[Any] = []
         self._pending: deque[Any] = deque()
         with self._wrapped("reach"):
@@ -187,6 +200,13 @@ class NixlLink:
             self._agent.raw.remove_remote_agent(self._remote)
             self._drop_bounce()
 
+    def probe(self, deadline: Deadline) -> int:
+        self._through_bounce(torch.ones(SCRATCH_BYTES, dtype=torch.uint8, device=self._source.device), deadline)
+        offsets = np.arange(0, SCRATCH_BYTES, _PROBE_ROW_BYTES).astype(np.uint64)
+        self._start(self._bounce.data_ptr() + offsets, self._scratch + offsets, _PROBE_ROW_BYTES)
+        self._await_pending(0, deadline)
+        return SCRATCH_BYTES
+
     def _post(self, push: Push, span: Span, source: Tensor) -> None:
         part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
         g, target = self._target.geometry, self._target
@@ -200,9 +220,15 @@ class NixlLink:
         shape = (push.num_heads, span, g.block_size_tokens, token_bytes)
         remote, row_bytes = _addresses(base, push.target_ids[part], heads, push.target_head, *shape)
         local, _ = _addresses(source.data_ptr(), push.source_ids[part], source.shape[2], push.source_head, *shape)
+        self._start(local, remote, row_bytes)
+
+    def _start(self, local: np.ndarray, remote: np.ndarray, row_bytes: int) -> None:
         with self._wrapped("write to"):
             handle = self._agent.raw.initialize_xfer(
-                "WRITE", self._agent.descriptors(local, row_bytes), self._agent.descriptors(remote, row_bytes), self._remote
+                "WRITE",
+                self._agent.descriptors(local, row_bytes, _device_number(self._bounce)),
+                self._agent.descriptors(remote, row_bytes, self._remote_device),
+                self._remote,
             )
             self._pending.append(handle)
             self._agent.raw.transfer(handle)
@@ -213,10 +239,15 @@ class NixlLink:
         nbytes = source.numel() * source.element_size()
         if nbytes > len(self._bounce):
             self._drop_bounce()
-            self._bounce = torch.zeros(max(nbytes, _BOUNCE_BYTES), dtype=torch.uint8)
+            self._bounce = torch.zeros(max(nbytes, _BOUNCE_BYTES), dtype=torch.uint8, device=self._source.device)
             self._bounce_registration = self._agent.register([self._bounce])
         copy = self._bounce[:nbytes].view(source.dtype).view(source.shape)
-        return copy.copy_(source)
+        if self._source.stream is None:
+            return copy.copy_(source)
+        with torch.cuda.stream(self._source.stream):
+            copy.copy_(source)
+        self._source.stream.synchronize()  # the source was there before: this waits for the copy alone
+        return copy
 
     def _drop_bounce(self) -> None:
         for registration in self._bounce_registration:

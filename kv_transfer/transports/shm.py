@@ -15,11 +15,13 @@ from torch import Tensor
 from common import process
 from common.errors import KVTransferError, PeerLost
 from common.kv_layout import DTYPE_BYTES, head_range
+from kv_transfer.deadline import Deadline
 from kv_transfer.memory import SharedBuffer
 from kv_transfer.pool_view import TORCH_DTYPE, PoolView, row_index, rows
 from kv_transfer.push import Push
-from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.base import Target
 
+SCRATCH_BYTES = 1 << 20  # behind the pools, for probes
 _WATCH_S = 0.1
 _CHUNK_BYTES = 512 * 1024  # what is gathered first must stay in a core's cache until it is scattered
 
@@ -54,6 +56,10 @@ class ShmLink:
             full, sliding = (_pool(self._buffer, facts[name], target, sliding=name == "sliding") for name in ("full", "sliding"))
         except (ValueError, KeyError, TypeError) as exc:
             raise KVTransferError(f"shm endpoint of decode rank {target.rank} makes no sense: {exc}") from exc
+        pools_end = max(
+            int(facts[name]["offset"]) + pool.numel() * pool.element_size() for name, pool in (("full", full), ("sliding", sliding))
+        )
+        self._scratch = self._buffer.tensor()[pools_end:]
         self._look_at = 0.0
         self._view = PoolView(full, sliding, target.geometry, target.tp_size, target.rank)
 
@@ -89,7 +95,11 @@ class ShmLink:
         return True
 
     def close(self) -> None:
-        del self._view, self._buffer
+        del self._view, self._buffer, self._scratch
+
+    def probe(self, deadline: Deadline) -> int:
+        self._scratch.copy_(torch.ones_like(self._scratch))
+        return len(self._scratch)
 
 
 def copy_rows(target: np.ndarray, target_ids: np.ndarray, source: np.ndarray, source_ids: np.ndarray) -> None:

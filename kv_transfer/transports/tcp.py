@@ -19,10 +19,11 @@ import numpy as np
 
 from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferGivenUp, TransferTimeout
 from common.keyring import Key, ring_of
+from kv_transfer.deadline import Deadline
 from kv_transfer.pool_view import row_buffers, row_index, rows
 from kv_transfer.push import Push, Span
 from kv_transfer.transports import tcp_wire as wire
-from kv_transfer.transports.base import Deadline, Target
+from kv_transfer.transports.base import Target
 from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import PushHeader, Status
 
@@ -31,6 +32,7 @@ _MOST_PIECES = 1000  # Linux takes 1024 per call
 _WORTH_NO_COPY_BYTES = 4096  # rows this long are sent from where they lie; shorter ones are gathered first
 _SLICE_S = 0.1  # how often a wait looks at its deadline
 _CONNECT_TIMEOUT_S = 5.0
+_PROBE_MESSAGES, _PROBE_BYTES = 4, 256 << 10
 
 _REFUSALS: dict[Status, tuple[type[KVTransferError], str]] = {
     Status.UNKNOWN_TRANSFER: (TransferGivenUp, "the transfer was revoked or never granted"),
@@ -67,6 +69,7 @@ class TcpLink:
         self._io_timeout_s = io_timeout_s
         self._unacknowledged: deque[int] = deque()
         self._sequence = 0
+        self._target = target
         self._sock = self._connect(address, deadline)
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -82,8 +85,7 @@ class TcpLink:
             step = min(wire.MAX_BLOCKS, max(1, wire.MAX_PAYLOAD_BYTES // per_block))
             for i in range(0, span.count, step):
                 part = Span(span.first_logical + i, min(step, span.count - i), span.begin, span.end)
-                while len(self._unacknowledged) >= _WINDOW_MESSAGES or self._has_reply():
-                    self._take_reply(deadline)
+                self.await_window(_WINDOW_MESSAGES, deadline)
                 self._send_span(push, part, deadline)
 
     def flush(self, deadline: Deadline) -> None:
@@ -103,6 +105,36 @@ class TcpLink:
 
     def close(self) -> None:
         self._sock.close()
+
+    def probe(self, deadline: Deadline) -> int:
+        for _ in range(_PROBE_MESSAGES):
+            self.announce_probe(_PROBE_BYTES, [memoryview(bytes(_PROBE_BYTES))], deadline)
+        self.flush(deadline)
+        return _PROBE_MESSAGES * _PROBE_BYTES
+
+    def announce_probe(self, nbytes: int, payload: list[memoryview], deadline: Deadline) -> None:
+        """Sends the header of a message that only measures, and its payload as far as it goes over this connection."""
+        block = np.zeros(1, np.int64)
+        self._send_message(
+            PushHeader(wire.PROBE_ID, self._target.incarnation, 0, 0, 1, 0, 1, 0, 1, nbytes), block, block, payload, deadline
+        )
+
+    def announce(self, push: Push, span: Span, nbytes: int, payload: list[memoryview], deadline: Deadline) -> None:
+        """Sends a span's header, and its payload of `nbytes` as far as that goes over this connection."""
+        part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
+        header = PushHeader(
+            push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
+            span.begin, span.end, push.first_head, push.num_heads, nbytes,
+        )  # fmt: skip
+        self._send_message(header, push.target_ids[part], push.target_epochs[part], payload, deadline)
+
+    def await_window(self, messages: int, deadline: Deadline) -> None:
+        """Returns once fewer than `messages` are unacknowledged. Raises: as `flush`"""
+        while len(self._unacknowledged) >= messages or self._has_reply():
+            self._take_reply(deadline)
+
+    def send_pair(self, pair_id: bytes, deadline: Deadline) -> None:
+        self._send([memoryview(wire.encode_pair(self._session, pair_id))], deadline)
 
     def _connect(self, address: tuple[str, int], deadline: Deadline) -> socket.socket:
         try:
@@ -146,12 +178,11 @@ class TcpLink:
     def _send_span(self, push: Push, span: Span, deadline: Deadline) -> None:
         part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
         payload = _payload(push, span, push.source_ids[part])
+        self.announce(push, span, sum(map(len, payload)), payload, deadline)
+
+    def _send_message(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: list[memoryview], deadline: Deadline) -> None:
         self._sequence += 1
-        header = PushHeader(
-            push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
-            span.begin, span.end, push.first_head, push.num_heads, sum(map(len, payload)),
-        )  # fmt: skip
-        head = wire.encode_push(self._session, self._sequence, header, push.target_ids[part], push.target_epochs[part])
+        head = wire.encode_push(self._session, self._sequence, header, ids, epochs)
         self._send([memoryview(head), *payload], deadline)
         self._unacknowledged.append(self._sequence)
 

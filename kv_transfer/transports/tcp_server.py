@@ -12,12 +12,15 @@ import socket
 import threading
 from collections import Counter
 
+import numpy as np
+from torch import Tensor
+
 from common.errors import KVTransferError
 from common.keyring import Key
 from kv_transfer.grants import GrantTable
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.sockets import wait_in_kernel
-from kv_transfer.transports.tcp_wire import MalformedMessage, Status
+from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader, Status
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class TcpServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages and connections by outcome: the names of `Status` in lower case, `malformed`, `turned_away`, and `bytes`."""
+        """Messages and connections by outcome: the names of `Status` in lower case, `probes`, `malformed`, `turned_away`, and `bytes`."""
         with self._lock:
             return dict(self._counts)
 
@@ -87,7 +90,7 @@ class TcpServer:
         except MalformedMessage as exc:
             self._count("malformed")
             logger.warning("kv tcp: closed a connection: %s", exc)
-        except OSError as exc:
+        except (OSError, KVTransferError) as exc:
             logger.debug("kv tcp: connection ended: %s", exc)
         finally:
             with self._lock:
@@ -98,33 +101,49 @@ class TcpServer:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         sock.sendall(wire.encode_hello(nonce, self._incarnation))
         join = bytearray(wire.JOIN.size + wire.MAC_BYTES)
-        _receive(sock, memoryview(join))
+        receive(sock, memoryview(join))
         session = wire.decode_join(bytes(join), self._key, nonce, self._incarnation)
         sock.sendall(wire.encode_reply(session, Status.OK, 0))
         return session
 
     def _serve_messages(self, sock: socket.socket, session: bytes) -> None:
         staging = memoryview(bytearray(self._max_payload_bytes))
-        head = bytearray(wire.PUSH.size)
         sequence = 0
         while True:
             sequence += 1
-            _receive(sock, memoryview(head), may_idle=True)
-            tail = bytearray(wire.push_tail_bytes(bytes(head), self._max_payload_bytes))
-            _receive(sock, memoryview(tail))
-            header, ids, epochs = wire.decode_push(session, sequence, bytes(head), bytes(tail))
+            header, ids, epochs = self._receive_header(sock, session, sequence)
             payload = staging[: header.payload_bytes]
-            _receive(sock, payload)
-            status = self._grants.write(header, ids, epochs, payload)
-            self._count(status.name.lower())
-            if status is Status.OK:
-                self._count("bytes", len(payload))
-            else:
-                logger.debug("kv tcp: refused a write of transfer %x: %s", header.transfer_id, status.name)
-            sock.sendall(wire.encode_reply(session, status, sequence))
+            receive(sock, payload)
+            self._answer(sock, session, sequence, header, ids, epochs, payload)
+
+    def _receive_header(self, sock: socket.socket, session: bytes, sequence: int) -> tuple[PushHeader, np.ndarray, np.ndarray]:
+        head = bytearray(wire.PUSH.size)
+        receive(sock, memoryview(head), may_idle=True)
+        tail = bytearray(wire.push_tail_bytes(bytes(head), self._max_payload_bytes))
+        receive(sock, memoryview(tail))
+        return wire.decode_push(session, sequence, bytes(head), bytes(tail))
+
+    def _answer(
+        self,
+        sock: socket.socket,
+        session: bytes,
+        sequence: int,
+        header: PushHeader,
+        ids: np.ndarray,
+        epochs: np.ndarray,
+        payload: memoryview | Tensor,
+    ) -> None:
+        """Has a received message checked and copied, and tells the sender."""
+        status = self._grants.write(header, ids, epochs, payload)
+        self._count("probes" if header.transfer_id == wire.PROBE_ID else status.name.lower())
+        if status is Status.OK and header.transfer_id != wire.PROBE_ID:
+            self._count("bytes", len(payload))
+        elif status is not Status.OK:
+            logger.debug("kv tcp: refused a write of transfer %x: %s", header.transfer_id, status.name)
+        sock.sendall(wire.encode_reply(session, status, sequence))
 
 
-def _receive(sock: socket.socket, into: memoryview, *, may_idle: bool = False) -> None:
+def receive(sock: socket.socket, into: memoryview, *, may_idle: bool = False) -> None:
     """Fills `into`; before the first byte it waits for ever if `may_idle`.
 
     Raises: ConnectionError at the end of the stream; TimeoutError after the socket's timeout without a byte

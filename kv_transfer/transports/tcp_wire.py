@@ -3,6 +3,7 @@
     receiver -> sender   HELLO    magic, version, nonce, incarnation
     sender -> receiver   JOIN     magic, version, nonce, MAC
     receiver -> sender   REPLY    to sequence 0
+    sender -> receiver   PAIR     magic, id of a communicator, MAC                                 (nccl only; payloads then go over it)
     sender -> receiver   PUSH     header with sequence 1, 2, ..., block ids, epochs, MAC, payload
     receiver -> sender   REPLY    magic, status, sequence, MAC
 
@@ -29,6 +30,7 @@ VERSION = 1
 MAC_BYTES = 32
 NONCE_BYTES = 16
 MAX_BLOCKS = 4096
+PROBE_ID = 2**64 - 1  # the transfer id of messages that only measure: their payload goes nowhere
 MAX_PAYLOAD_BYTES = 2 << 20  # of one message, unless a single block is larger
 
 HELLO = struct.Struct("<4sI16sQ")
@@ -36,7 +38,8 @@ JOIN = struct.Struct("<4sI16s")
 PUSH = struct.Struct("<4sIQQQIIIHHHHQ")
 REPLY = struct.Struct("<4sIQ")
 _BAD_MAC = "bad MAC; do both sides share cluster.key_file?"
-_HELLO_MAGIC, _JOIN_MAGIC, _PUSH_MAGIC, _REPLY_MAGIC = b"TKVH", b"TKVJ", b"TKVP", b"TKVR"
+PAIR = struct.Struct("<4s128s")
+_HELLO_MAGIC, _JOIN_MAGIC, _PUSH_MAGIC, _REPLY_MAGIC, _PAIR_MAGIC = b"TKVH", b"TKVJ", b"TKVP", b"TKVR", b"TKVN"
 
 
 class Status(IntEnum):
@@ -144,6 +147,23 @@ def decode_push(session: bytes, sequence: int, head: bytes, tail: bytes) -> tupl
         raise MalformedMessage(f"message {got} where {sequence} was due")
     ids, epochs = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
     return PushHeader(transfer_id, incarnation, *rest), ids, epochs
+
+
+def encode_pair(session: bytes, pair_id: bytes) -> bytes:
+    head = PAIR.pack(_PAIR_MAGIC, pair_id)
+    return head + _mac(session, head)
+
+
+def decode_pair(session: bytes, data: bytes) -> bytes:
+    """Returns: the id of a pair's communicator, which the sender of a connection has made for it
+
+    Raises: MalformedMessage
+    """
+    head, mac = data[: PAIR.size], data[PAIR.size :]
+    _check_mac(session, head, mac)
+    magic, pair_id = PAIR.unpack(head)
+    _check_magic(magic, _PAIR_MAGIC, VERSION)
+    return pair_id
 
 
 def encode_reply(session: bytes, status: Status, sequence: int) -> bytes:

@@ -47,7 +47,7 @@ def hand_over_all(prompts: list[int], prefill_tp: int, decode_tp: int, transport
             hand_over(prefill, decode, 100 + i)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "num_kv_heads"), PAIRS)
 def test_every_pair_hands_over_the_same_bytes(prefill_tp: int, decode_tp: int, num_kv_heads: int, transport: str) -> None:
     i = PAIRS.index((prefill_tp, decode_tp, num_kv_heads))
@@ -55,7 +55,7 @@ def test_every_pair_hands_over_the_same_bytes(prefill_tp: int, decode_tp: int, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "num_kv_heads"), PAIRS)
 def test_every_pair_hands_over_every_prompt(prefill_tp: int, decode_tp: int, num_kv_heads: int, transport: str) -> None:
     hand_over_all(list(PROMPTS), prefill_tp, decode_tp, transport, num_kv_heads=num_kv_heads)
@@ -74,14 +74,14 @@ def test_every_pair_hands_over_the_same_bytes_over_nixl(prefill_tp: int, decode_
     hand_over_all([17, 1000], prefill_tp, decode_tp, "nixl", num_kv_heads=num_kv_heads)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize("prefill_tp", [1, 2, 4, 8])
 def test_the_real_head_shape_goes_to_decode_tp_4(prefill_tp: int, transport: str) -> None:
     """8 heads of 64: decode rank r gets heads 2r and 2r + 1."""
     hand_over_all([130], prefill_tp, 4, transport, num_kv_heads=8, head_dim=64)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -51,7 +51,7 @@ def transports(*names: str) -> list:
 
 
 @pytest.mark.parametrize("at", [0, 5, 10], ids=["begin", "half", "end"])
-@pytest.mark.parametrize("transport", transports("tcp", "nixl"))
+@pytest.mark.parametrize("transport", transports("tcp", "cuda_ipc", "nixl"))
 def test_a_stopped_decode_rank_ends_at_the_deadline_and_other_pairs_go_on(peers: list[PeerProcess], transport: str, at: int) -> None:
     g = geometry(2)
     stopped = start(peers, "decode", transport)
@@ -89,7 +89,7 @@ def test_a_stopped_decode_rank_ends_at_the_deadline_and_other_pairs_go_on(peers:
 
 
 @pytest.mark.parametrize("at", [0, 5, 10], ids=["begin", "half", "end"])
-@pytest.mark.parametrize("transport", transports("shm", "tcp", "nixl"))
+@pytest.mark.parametrize("transport", transports("shm", "tcp", "cuda_ipc", "nixl"))
 def test_a_killed_decode_rank_is_noticed_at_once(peers: list[PeerProcess], transport: str, at: int) -> None:
     killed = start(peers, "decode", transport)
     prefill, healthy = (
@@ -111,7 +111,7 @@ def test_a_killed_decode_rank_is_noticed_at_once(peers: list[PeerProcess], trans
         assert_handed_over(prefill, healthy, 2)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc"])
 def test_a_long_prefill_learns_early_that_nobody_will_read_its_kv(peers: list[PeerProcess], transport: str) -> None:
     killed = start(peers, "decode", transport)
     prefill = PrefillGroup(geometry(2), 1, TOKENS, transport)
@@ -132,7 +132,7 @@ def test_a_long_prefill_learns_early_that_nobody_will_read_its_kv(peers: list[Pe
         prefill.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc"])
 def test_blocks_of_a_killed_prefill_group_are_free_once_its_death_is_known(peers: list[PeerProcess], transport: str) -> None:
     writer = start(peers, "prefill", transport)
     decode = DecodeGroup(geometry(2), 1, (transport,))

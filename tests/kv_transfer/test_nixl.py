@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -30,6 +31,8 @@ def test_an_endpoint_that_makes_no_sense_is_refused() -> None:
     for detail in (b"", b"{}", b'{"metadata": "!", "owner": {}}', b"\xff"):
         with pytest.raises(KVTransferError, match="makes no sense"):
             nixl.NixlLink(detail, where, source, io_timeout_s=1.0)
-    garbage = b'{"metadata": "AAAA", "owner": {}, "full": {"address": 0, "num_blocks": 0}, "sliding": {"address": 0, "num_blocks": 0}}'
+    pool = {"address": 0, "num_blocks": 0}
+    facts = {"metadata": "AAAA", "owner": {}, "full": pool, "sliding": pool, "scratch": 0, "device": -1}
+    garbage = json.dumps(facts).encode()
     with pytest.raises((KVTransferError, PeerLost), match="can't reach decode rank 0"):
         nixl.NixlLink(garbage, where, source, io_timeout_s=1.0)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import KVTransferError, PeerLost, TransferTimeout
+from kv_transfer.deadline import Deadline
 from kv_transfer.push import Push, Span, split_spans
 from kv_transfer.sender import PushResult
-from kv_transfer.transports.base import Deadline
 from kv_transfer.transports.choose import LinkOpener
 from tests.support.kv_groups import DecodeGroup, PrefillGroup, geometry, joined
 from tests.support.pace import within

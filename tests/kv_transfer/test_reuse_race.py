@@ -13,9 +13,10 @@ import pytest
 from common.errors import CapacityError, KVTransferError, ServingError
 from common.proto import types_pb2, worker_pb2
 from kernels.digest import MASK
+from kv_transfer.deadline import Deadline
 from kv_transfer.ledger import AdmitSequence, FenceWriter, ReleaseBlocks, TransferLedger
 from kv_transfer.push import Push
-from kv_transfer.transports.base import Deadline, Link
+from kv_transfer.transports.base import DeviceLink, Link
 from kv_transfer.transports.choose import LinkOpener
 from tests.support.kv_groups import DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined, received
 from tests.support.pace import within
@@ -48,9 +49,26 @@ class LateLink:
         self._link.close()
 
 
+class LateDeviceLink(LateLink):
+    """The same for a link that gathers what it writes."""
+
+    _link: DeviceLink
+
+    def submit(self) -> None:
+        self._link.submit()
+
+    def take_digest(self) -> int:
+        return self._link.take_digest()
+
+
 def make_late(monkeypatch: pytest.MonkeyPatch, wait) -> None:
     real_open = LinkOpener.open
-    monkeypatch.setattr(LinkOpener, "open", lambda self, *args: LateLink(real_open(self, *args), wait))
+
+    def late_open(self: LinkOpener, *args) -> LateLink:
+        link = real_open(self, *args)
+        return LateDeviceLink(link, wait) if isinstance(link, DeviceLink) else LateLink(link, wait)
+
+    monkeypatch.setattr(LinkOpener, "open", late_open)
 
 
 def test_blocks_are_held_while_a_one_sided_write_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +225,13 @@ def assert_handed_over_bytes(prefill: PrefillGroup, decode: DecodeGroup, transfe
 
 @pytest.mark.parametrize(
     ("transport", "victims"),
-    [("shm", 100), ("tcp", 100), pytest.param("shm", 500, marks=pytest.mark.slow), pytest.param("tcp", 500, marks=pytest.mark.slow)],
+    [
+        ("shm", 100),
+        ("tcp", 100),
+        ("cuda_ipc", 100),
+        pytest.param("shm", 500, marks=pytest.mark.slow),
+        pytest.param("tcp", 500, marks=pytest.mark.slow),
+    ],
 )
 def test_many_requests_share_few_blocks_with_late_writers_and_short_leases(
     monkeypatch: pytest.MonkeyPatch, transport: str, victims: int

@@ -15,10 +15,13 @@ from common import auth
 from common.block_pool import BlockGrant, BlockPool
 from common.kv_layout import DTYPE_BYTES, KVGeometry, head_range
 from common.proto import types_pb2, worker_pb2
+from kv_transfer.device import Device, DeviceBuffer
 from kv_transfer.memory import SharedBuffer
 from kv_transfer.pool_view import TORCH_DTYPE, PoolView
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import PushResult, Sender
+from kv_transfer.transports import shm
+from tests.support.emulated_device import EmulatedDevice
 
 KEY = b"the key of a cluster under test."
 INT = {"bfloat16": torch.int16, "float32": torch.int32}
@@ -42,7 +45,9 @@ def geometry_proto(g: KVGeometry) -> types_pb2.KVGeometry:
     return types_pb2.KVGeometry(**{name: getattr(g, name) for name in names})
 
 
-def poisoned_view(g: KVGeometry, tp: int, rank: int, num_blocks: tuple[int, int], *, shared: bool) -> tuple[PoolView, SharedBuffer | None]:
+def poisoned_view(
+    g: KVGeometry, tp: int, rank: int, num_blocks: tuple[int, int], *, shared: bool, device: Device | None = None
+) -> tuple[PoolView, SharedBuffer | DeviceBuffer | None]:
     """Pools of (full, sliding) blocks, every element NaN."""
     heads = head_range(g.num_kv_heads, tp, rank).count
     shapes = [
@@ -50,8 +55,14 @@ def poisoned_view(g: KVGeometry, tp: int, rank: int, num_blocks: tuple[int, int]
         for layers, blocks in zip((g.full_layers, g.sliding_layers), num_blocks, strict=True)
     ]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    buffer = SharedBuffer.create(sum(sizes) * DTYPE_BYTES[g.dtype]) if shared else None
-    values = buffer.tensor().view(TORCH_DTYPE[g.dtype]) if buffer else torch.empty(sum(sizes), dtype=TORCH_DTYPE[g.dtype])
+    nbytes = sum(sizes) * DTYPE_BYTES[g.dtype]
+    buffer: SharedBuffer | DeviceBuffer | None = None
+    if device is not None:
+        buffer = device.allocate(nbytes + shm.SCRATCH_BYTES)
+    elif shared:
+        buffer = SharedBuffer.create(nbytes + shm.SCRATCH_BYTES)
+    memory = buffer.tensor() if buffer else torch.empty(nbytes, dtype=torch.uint8)
+    values = memory[:nbytes].view(TORCH_DTYPE[g.dtype])
     values.fill_(float("nan"))
     full, sliding = values[: sizes[0]].view(shapes[0]), values[sizes[0] :].view(shapes[1])
     return PoolView(full, sliding, g, tp, rank), buffer
@@ -81,15 +92,18 @@ class DecodeGroup:
     views: list[PoolView] = field(default_factory=list)
     receivers: list[Receiver] = field(default_factory=list)
     reserved: dict[int, list[BlockGrant]] = field(default_factory=dict)
+    device: Device | None = None
 
     def __post_init__(self) -> None:
+        if self.device is None and {"cuda_ipc", "nccl"} & set(self.transports):
+            self.device = EmulatedDevice()
         self.pools = [shuffled_pool(n, 7 + i) for i, n in enumerate(self.num_blocks)]
         for rank in range(self.tp):
-            view, buffer = poisoned_view(self.geometry, self.tp, rank, self.num_blocks, shared="shm" in self.transports)
+            is_shared = "shm" in self.transports
+            view, buffer = poisoned_view(self.geometry, self.tp, rank, self.num_blocks, shared=is_shared, device=self.device)
             self.views.append(view)
-            self.receivers.append(
-                Receiver(view, key=KEY, incarnation=self.incarnation, listen_host="127.0.0.1", transports=self.transports, buffer=buffer)
-            )
+            options = {"key": KEY, "incarnation": self.incarnation, "listen_host": "127.0.0.1", "transports": self.transports}
+            self.receivers.append(Receiver(view, buffer=buffer, device=self.device, **options))
 
     def reserve(self, transfer_id: int, num_tokens: int) -> worker_pb2.Reservation:
         lists = []
@@ -140,6 +154,8 @@ class PrefillGroup:
     sender_options: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.preference in ("cuda_ipc", "nccl"):
+            self.sender_options = {"device": EmulatedDevice()} | self.sender_options
         g = self.geometry
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, g.num_kv_heads, self.num_tokens, g.head_dim)

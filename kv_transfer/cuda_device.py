@@ -1,0 +1,109 @@
+"""A GPU through CUDA: what `device.py` asks for. Waits for nothing but in `digest`; owns streams and events, no KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import KernelError, NotSupportedError
+from kernels.cuda_library import multiprocessors
+from kernels.device_memory import DeviceMemory, MappedMemory
+from kernels.digest import MASK, DigestKey
+from kernels.kv_copy import COPY_BLOCKS, Segment, TileShape, kv_copy
+from kv_transfer.deadline import Deadline
+from kv_transfer.device import Moment
+from kv_transfer.nccl_pair import CudaMoment, NcclPair, new_id
+
+
+class CudaLane:
+    """A CUDA stream of low priority. Units: blocks: thread blocks of a copy"""
+
+    def __init__(self, device: torch.device, blocks: int):
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)
+        self._blocks = blocks
+
+    def after(self, moment: Moment) -> None:
+        assert isinstance(moment, CudaMoment)
+        self._stream.wait_event(moment.event)
+
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> None:
+        kv_copy(segments, shape, key, digest, stream=self._stream.cuda_stream, blocks=self._blocks)
+
+    def upload(self, data: np.ndarray) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return _upload(data, self._stream.device)
+
+    def gather(self, pool: Tensor, ids: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return self.fetch(pool.index_select(0, ids))
+
+    def pack(self, pool: Tensor, ids: Tensor | None, into: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            into.copy_(pool) if ids is None else torch.index_select(pool, 0, ids, out=into)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        return host
+
+    def mark(self) -> CudaMoment:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return CudaMoment(event)
+
+
+class CudaDevice:
+    """Units: copy_blocks: multiprocessors that copies may take from the forward pass, per lane"""
+
+    def __init__(self, device: torch.device, copy_blocks: int = COPY_BLOCKS):
+        self._device = torch.device("cuda", device.index or 0)
+        self._copy_blocks = copy_blocks
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        return DeviceMemory(self._device, nbytes)
+
+    def map(self, handle: bytes) -> MappedMemory:
+        try:
+            return MappedMemory(self._device, handle)
+        except KernelError as exc:
+            raise NotSupportedError(f"this host does not let one process map another's GPU memory: {exc.message}") from exc
+
+    def mark(self) -> CudaMoment:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return CudaMoment(event)
+
+    def upload(self, data: np.ndarray) -> Tensor:
+        return _upload(data, self._device)
+
+    def digest(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey) -> int:
+        digest = torch.zeros(1, dtype=torch.int64, device=self._device)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        kv_copy(segments, shape, key, digest, stream=stream, blocks=2 * multiprocessors(self._device.index))
+        return int(digest) & MASK
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def new_pair_id(self) -> bytes:
+        return new_id()
+
+    def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> NcclPair:
+        return NcclPair(pair_id, rank, self._device, deadline)
+
+    def lane(self) -> CudaLane:
+        return CudaLane(self._device, self._copy_blocks)
+
+
+def _upload(data: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(data).pin_memory().to(device, non_blocking=True)
+
+
+def device_of(tensor: Tensor) -> CudaDevice | None:
+    """Returns: the GPU that a pool lies on, None on the CPU"""
+    return CudaDevice(tensor.device) if tensor.is_cuda else None

@@ -1,0 +1,212 @@
+"""CUDA IPC: the prefill rank maps the decode rank's pools and one kernel per batch of layers writes straight into them, over NVLink.
+
+Same host and user only. One-sided: the receiver can't refuse a write, so its blocks may be reused only after the writer has confirmed that
+it stopped, or is dead for long enough that its GPU has dropped what was enqueued. Written bytes are acknowledged by the device's own
+order: a kernel that has ended has written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+
+import numpy as np
+
+from common import process
+from common.errors import KVTransferError, LayoutMismatch, PeerLost, TransferTimeout
+from common.keyring import Key
+from common.kv_layout import DTYPE_BYTES, head_range
+from common.proto import types_pb2
+from kernels.digest import MASK, DigestKey
+from kernels.kv_copy import MAX_SEGMENTS, Segment, TileShape
+from kv_transfer.deadline import Deadline
+from kv_transfer.device import Device, DeviceBuffer, Mapping, Moment
+from kv_transfer.handle_exchange import ask_for_handle
+from kv_transfer.pool_view import PoolView
+from kv_transfer.push import Push
+from kv_transfer.transports.base import Target
+
+SCRATCH_BYTES = 16 << 20  # behind the pools, for probes
+_BATCH_BYTES = 24 << 20  # a launch waits for its last layer, so batches stay small against what NVLink moves in a layer's time
+_PROBE_COPIES = 8
+_WATCH_S = 0.1
+_EAGER_S = 300e-6  # a wait that is over soon does not sleep
+_POLL_S = 50e-6
+
+
+def describe(view: PoolView, buffer: DeviceBuffer, socket_name: str) -> bytes:
+    """Returns: the endpoint's detail, for `CudaIpcLink`; the handle itself goes over the socket
+
+    Raises: KVTransferError if a pool does not lie in the buffer
+    """
+    own = process.identity()
+    facts: dict[str, object] = {"socket": socket_name, "owner": {"host": own.host, "pid": own.pid, "start_ticks": own.start_ticks}}
+    pools_end = 0
+    for name, pool in (("full", view.full), ("sliding", view.sliding)):
+        nbytes = pool.numel() * pool.element_size()
+        offset = pool.data_ptr() - buffer.address if nbytes else 0
+        if not 0 <= offset <= buffer.nbytes - nbytes:
+            raise KVTransferError(f"the {name} pool does not lie in the device's buffer")
+        facts[name] = {"offset": offset, "num_blocks": pool.shape[1]}
+        pools_end = max(pools_end, offset + nbytes)
+    facts["scratch"] = {"offset": pools_end, "nbytes": buffer.nbytes - pools_end}
+    return json.dumps(facts).encode()
+
+
+class CudaIpcLink:
+    """Mapped pools of one decode rank.
+
+    Units: io_timeout_s: longest wait without progress of the device
+    Raises: NotSupportedError with the reason where the host does not allow it; KVTransferError if the endpoint makes no sense or its
+        owner refuses; PeerLost if its owner is gone or was replaced
+    """
+
+    transport = "cuda_ipc"
+
+    def __init__(
+        self, detail: bytes, target: Target, source: PoolView, device: Device, *, key: Key, io_timeout_s: float, deadline: Deadline
+    ):
+        try:
+            facts = json.loads(detail)
+            self._owner = types_pb2.ProcessIdentity(**facts["owner"])
+            offsets = {slides: int(facts[name]["offset"]) for slides, name in ((False, "full"), (True, "sliding"))}
+            self._num_blocks = {slides: int(facts[name]["num_blocks"]) for slides, name in ((False, "full"), (True, "sliding"))}
+            scratch, self._scratch_bytes = int(facts["scratch"]["offset"]), int(facts["scratch"]["nbytes"])
+            socket_name = str(facts["socket"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise KVTransferError(f"cuda_ipc endpoint of decode rank {target.rank} makes no sense: {exc}") from exc
+        g = target.geometry
+        self._target = target
+        self._source = source
+        self._io_timeout_s = io_timeout_s
+        self._row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
+        self._heads = head_range(g.num_kv_heads, target.tp_size, target.rank).count
+        if self._owner.host != process.host_id():
+            raise KVTransferError("the decode rank's GPU memory is on another host")
+        self._check_owner()
+        timeout_s = max(0.05, min(2.0, deadline.left_s()))
+        handle = ask_for_handle(socket_name, owner_pid=self._owner.pid, key=key, incarnation=target.incarnation, timeout_s=timeout_s)
+        self._mapping: Mapping = device.map(handle)
+        self._bases = {slides: self._mapping.address + offset for slides, offset in offsets.items()}
+        self._scratch = self._mapping.address + scratch
+        self._lane = device.lane()
+        self._digest = self._lane.upload(np.zeros(1, np.int64))  # of everything this link has ever written
+        self._digest_taken = self._digest_read = 0
+        self._batch: list[Push] = []
+        self._batch_bytes = 0
+        self._in_flight: deque[tuple[Moment, list[Push]]] = deque()
+
+    def write(self, push: Push, deadline: Deadline) -> None:
+        deadline.check("writing over CUDA IPC")
+        if time.monotonic() > self._look_at:  # not each time: it reads a file
+            self._check_owner()
+        num_blocks = self._num_blocks[self._target.geometry.sliding[push.layer]]
+        if int(push.target_ids.min()) < 0 or int(push.target_ids.max()) >= num_blocks:
+            raise KVTransferError(f"reserved block {int(push.target_ids.max())} is not in a pool of {num_blocks} blocks")
+        self._batch.append(push)
+        self._batch_bytes += push.nbytes
+        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) == MAX_SEGMENTS:
+            self.submit()
+
+    def submit(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        if not batch:
+            return
+        last = batch[-1]
+        if last.device is None:
+            raise LayoutMismatch("cuda_ipc copies from pools on a GPU only")
+        self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
+        shape = self._shape(last.source.shape[2], last.num_heads)
+        self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._digest)
+        self._in_flight.append((self._lane.mark(), batch))  # which keeps the sources until they are read
+        while len(self._in_flight) > 1 and self._in_flight[0][0].is_past():
+            self._in_flight.popleft()
+
+    def flush(self, deadline: Deadline) -> None:
+        self.submit()
+        digest = self._lane.fetch(self._digest)
+        self._await(self._lane.mark(), deadline)
+        self._in_flight.clear()
+        self._digest_read = int(digest)
+        self._check_owner()  # nobody would ever read what was written for a dead one
+
+    def take_digest(self) -> int:
+        part = (self._digest_read - self._digest_taken) & MASK
+        self._digest_taken = self._digest_read
+        return part
+
+    def is_lost(self) -> bool:
+        return process.is_known_dead(self._owner)
+
+    def settle(self) -> bool:
+        """What was not launched never is; what was launched ends by itself, once the layers that it waits for are computed."""
+        self._batch, self._batch_bytes = [], 0
+        while self._in_flight and self._in_flight[0][0].is_past():
+            self._in_flight.popleft()
+        return not self._in_flight
+
+    def close(self) -> None:
+        """A mapping that the device may still write to stays: only the end of the process takes it away."""
+        if self.settle():
+            self._mapping.close()
+
+    def probe(self, deadline: Deadline) -> int:
+        """Copies the first full layer of this rank's pool, whatever it holds, into the scratch behind the decode rank's pools."""
+        if not self._source.full.shape[0]:
+            return 0
+        pool = self._source.full[0]
+        heads, head_bytes = pool.shape[2], self._target.geometry.head_block_bytes
+        count = self._scratch_bytes // (2 * heads * head_bytes)
+        if not count:
+            return 0
+        shape = TileShape(self._target.geometry.block_size_tokens, self._row_bytes, heads, heads, heads, heads)
+        tokens = count * shape.block_size
+        parts = (np.zeros(self._row_bytes // 4, np.int64), np.zeros((tokens, 2), np.int64), np.zeros((1, 2, heads), np.int64))
+        key = DigestKey(*map(self._lane.upload, parts))
+        source_ids = self._lane.upload((np.arange(count) % pool.shape[0]).astype(np.int32))
+        target_ids = self._lane.upload(np.arange(count, dtype=np.int32))
+        segment = Segment(pool.data_ptr(), self._scratch, 0, 0, source_ids, target_ids, (0, tokens), 0, 0, 0)
+        for _ in range(_PROBE_COPIES):
+            self._lane.copy([segment], shape, key, self._digest)
+        self._in_flight.append((self._lane.mark(), []))
+        self._await(self._in_flight[-1][0], deadline)
+        return _PROBE_COPIES * count * 2 * heads * head_bytes
+
+    def _shape(self, source_heads: int, num_heads: int) -> TileShape:
+        g = self._target.geometry
+        return TileShape(g.block_size_tokens, self._row_bytes, source_heads, self._heads, num_heads, g.num_kv_heads)
+
+    def _segment(self, push: Push) -> Segment:
+        g, part = self._target.geometry, push.device
+        assert part is not None  # all pushes of a link come from the same pools
+        layers = g.sliding_layers if g.sliding[push.layer] else g.full_layers
+        block_bytes = 2 * self._heads * g.head_block_bytes
+        slides = g.sliding[push.layer]
+        target = self._bases[slides] + layers.index(push.layer) * self._num_blocks[slides] * block_bytes
+        return Segment(
+            push.source.data_ptr(),
+            target,
+            push.source_head,
+            push.target_head,
+            part.source_ids,
+            part.target_ids,
+            push.tokens,
+            push.first_logical,
+            push.layer,
+            push.first_head,
+        )
+
+    def _await(self, moment: Moment, deadline: Deadline) -> None:
+        began = time.monotonic()
+        while not moment.is_past():
+            waited = time.monotonic() - began
+            deadline.check("waiting for the GPU to write over CUDA IPC")
+            if waited > self._io_timeout_s:
+                raise TransferTimeout(f"the GPU has not written for {self._io_timeout_s} s")
+            time.sleep(0 if waited < _EAGER_S else _POLL_S)
+
+    def _check_owner(self) -> None:
+        self._look_at = time.monotonic() + _WATCH_S
+        if self.is_lost():
+            raise PeerLost(f"the owner of the mapped pools, process {self._owner.pid}, is gone")

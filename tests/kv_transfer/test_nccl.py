@@ -1,0 +1,80 @@
+"""NCCL's transport, emulated: what stalls is aborted by its deadline, and the next transfer makes a new pair."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from common.errors import KVTransferError
+from kv_transfer.deadline import Deadline
+from kv_transfer.grants import GrantTable
+from kv_transfer.transports import nccl, tcp
+from kv_transfer.transports.base import Target
+from kv_transfer.transports.nccl import NcclLink
+from kv_transfer.transports.nccl_server import NcclServer
+from tests.support.emulated_device import EmulatedDevice, EmulatedMoment, EmulatedPair
+from tests.support.kv_groups import KEY, DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined, poisoned_view
+from tests.support.pace import within
+
+TOKENS = 80
+
+
+def test_a_stalled_sender_is_hung_up_on_and_the_next_transfer_makes_a_new_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[EmulatedPair] = []
+
+    class Stalling(EmulatedDevice):
+        def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> EmulatedPair:
+            pairs.append(super().join_pair(pair_id, rank, deadline))
+            return pairs[-1]
+
+    g = geometry(2)
+    prefill = PrefillGroup(g, 1, TOKENS, "nccl", sender_options={"device": Stalling(), "io_timeout_s": within(1.0)})
+    decode = DecodeGroup(g, 1, ("nccl",))
+    with joined(prefill, decode):
+        prefill.begin(decode.reserve(1, TOKENS))
+        prefill.push_chunk(1, 0, TOKENS)
+        assert prefill.finish(1)[0].error is None
+        decode.release(1)
+        never = EmulatedMoment()
+        pairs[0].after(never)  # what is sent from now on never leaves
+        prefill.begin(decode.reserve(2, TOKENS), deadline_s=within(0.5))
+        prefill.push_chunk(2, 0, TOKENS)
+        began = time.monotonic()
+        assert isinstance(prefill.finish(2)[0].error, KVTransferError)
+        assert time.monotonic() - began < within(5.0)
+        decode.release(2)
+        for view in decode.views:
+            view.full.fill_(float("nan"))
+            view.sliding.fill_(float("nan"))
+        prefill.begin(decode.reserve(3, TOKENS))
+        prefill.push_chunk(3, 0, TOKENS)
+        assert prefill.finish(3)[0].error is None
+        assert len(pairs) == 2
+        assert_handed_over(prefill, decode, 3)
+
+
+def test_messages_larger_than_a_slot_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = geometry(2)
+    per_block = 2 * 2 * g.head_block_bytes
+    monkeypatch.setattr(nccl, "SLOT_BYTES", 2 * per_block)
+    monkeypatch.setattr(nccl, "_PROBE_BYTES", per_block)
+    prefill, decode = PrefillGroup(g, 1, TOKENS, "nccl"), DecodeGroup(g, 1, ("nccl",))
+    with joined(prefill, decode):
+        prefill.begin(decode.reserve(1, TOKENS))
+        prefill.push_chunk(1, 0, TOKENS)
+        assert prefill.finish(1)[0].error is None
+        assert_handed_over(prefill, decode, 1)
+
+
+def test_a_sender_whose_communicator_never_comes_is_hung_up_on() -> None:
+    class Absent(EmulatedDevice):
+        def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> EmulatedPair:
+            raise KVTransferError("no communicator")
+
+    view, _ = poisoned_view(geometry(2), 1, 0, (8, 8), shared=False)
+    server = NcclServer(GrantTable(view, 5), EmulatedDevice(), key=KEY, incarnation=5, host="127.0.0.1", io_timeout_s=within(0.5))
+    detail = tcp.describe("127.0.0.1", server.port)
+    with pytest.raises(KVTransferError, match="no communicator"):
+        NcclLink(detail, Target(5, 0, 1, geometry(2)), Absent(), key=KEY, io_timeout_s=5.0, deadline=Deadline(5.0))
+    server.close()
