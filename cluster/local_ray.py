@@ -60,7 +60,8 @@ def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay],
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--num-cpus={num_cpus}", "--disable-usage-stats"]
     command += [f"--temp-dir={own_folder}", f"--object-store-memory={100 << 20}"]
     log = folder / "ray.log"
-    held = spawn_held(command, log, _environment(token_file))
+    # Ray takes the host's own address for 127.0.0.1; groups of a local cluster are to stay on loopback all the same.
+    held = spawn_held(command, log, _environment(token_file) | {"TANDEM_NODE_ADDRESS": "127.0.0.1"})
     ray_node = LocalRay(held.process, address, token_file, own_folder)
     record(ray_node)
     held.release()

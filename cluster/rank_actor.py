@@ -66,10 +66,12 @@ class RankActor:
         return DecodeRank(spec)
 
     def reserve_rendezvous(self) -> str:
-        """host:port on this node for the group's store; asked of rank 0."""
+        """host:port on this node for the group's store; asked of rank 0. The group listens on that host: the node's address in the Ray
+        cluster, unless the node's environment names another (`TANDEM_NODE_ADDRESS`).
+        """
         from cluster.local_ray import free_port
 
-        host = ray.util.get_node_ip_address()
+        host = os.environ.get("TANDEM_NODE_ADDRESS") or ray.util.get_node_ip_address()
         return f"{host}:{free_port(host)}"
 
     def process(self) -> bytes:

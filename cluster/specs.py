@@ -10,6 +10,7 @@ from common.config import Config, PoolNode
 from common.errors import ConfigError
 from common.rank_spec import RankSpec
 from common.tls import TlsFiles
+from common.tracing import TracingSpec
 from common.wire import Security
 
 
@@ -45,6 +46,7 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str, kv_ve
         weights=pool.weights,
         vocab=str(config.model.vocab) if config.model.vocab else None,
         security=security_of(config),
+        tracing=tracing_of(config),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.group_port,
         kv_version=kv_version,
@@ -59,6 +61,11 @@ def security_of(config: Config) -> Security:
         tokens_file=str(config.security.tokens_file) if config.security.tokens_file else None,
         requires_tokens=config.security.tokens_file is not None,
     )
+
+
+def tracing_of(config: Config) -> TracingSpec | None:
+    node = config.tracing
+    return None if node.exporter == "none" else TracingSpec(node.exporter, node.target, node.sample_ratio)
 
 
 def for_rank(spec: RankSpec, rank: int, rendezvous: str, listen_host: str) -> RankSpec:

@@ -197,6 +197,12 @@ class FrontendNode(Node):
     metrics_port: int = Field(default=0, ge=0, le=65535, description="on metrics.host; 0 = any free one")
 
 
+class TracingNode(Node):
+    exporter: Literal["none", "otlp", "file"] = Field(default="none", description="otlp sends to a collector; file writes JSON lines")
+    target: str = Field(default="http://127.0.0.1:4318", description="the collector's URL (OTLP over HTTP); for file: a folder")
+    sample_ratio: float = Field(default=1.0, ge=0, le=1, description="of requests that bring no trace context of their own")
+
+
 class Config(Node):
     model: ModelNode
     pools: tuple[PoolNode, ...] = Field(min_length=1)
@@ -208,6 +214,7 @@ class Config(Node):
     security: SecurityNode = SecurityNode()
     metrics: MetricsNode = MetricsNode()
     frontend: FrontendNode = FrontendNode()
+    tracing: TracingNode = TracingNode()
 
     @field_validator("pools")
     @classmethod

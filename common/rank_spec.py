@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from common.tracing import TracingSpec
 from common.wire import Security
 
 
@@ -47,6 +48,7 @@ class RankSpec:
     listen_host: str = "127.0.0.1"
     vocab: str | None = None
     security: Security = field(default_factory=Security)
+    tracing: TracingSpec | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     kv_version: str = ""

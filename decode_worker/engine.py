@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from common.errors import DeadlineError, InvalidRequestError, OverloadedError, RemoteError, ServingError
 from common.proto import plan_pb2, types_pb2, worker_pb2
+from common.tracing import Attributes, Tracing
 from decode_worker import commands as cmd
 from decode_worker.executor import DecodeExecutor, wants_reply
 from decode_worker.metrics import DecodeMetrics
@@ -58,6 +59,7 @@ class DecodeEngine:
         publish: Publish,
         metrics: DecodeMetrics,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ):
         self.load = types_pb2.GroupLoad()
         self._scheduler = scheduler
@@ -68,6 +70,7 @@ class DecodeEngine:
         self._commands = commands
         self._publish = publish
         self._metrics = metrics
+        self._tracing = tracing
         self._clock = clock
         self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
         self._outputs: dict[str, list[worker_pb2.SequenceOutput]] = {}
@@ -206,6 +209,7 @@ class DecodeEngine:
             for sequence, error in outcome.failed:
                 self._put_error(sequence, error)
             for sequence in outcome.admitted:
+                sequence.admitted_s = started_s
                 self._running[sequence.internal_id] = sequence
         choices = self._executor.step(plan, [sequence.state for sequence in rows])
         if rows:
@@ -236,9 +240,16 @@ class DecodeEngine:
         del self._running[sequence.internal_id]
         self._scheduler.release(sequence.transfer_id)
         self._reservations.forget(sequence.transfer_id)
+        self._trace(sequence, error)
         if error is not None:
             self._metrics.aborted(error)
             self._put_error(sequence, error)
+
+    def _trace(self, sequence: Sequence, error: ServingError | None) -> None:
+        if self._tracing is not None and sequence.traceparent:
+            how = error.grpc_status if error is not None else "OK"
+            attributes: Attributes = {"tandem.tokens": sequence.state.num_output, "tandem.status": how}
+            self._tracing.record("decode", sequence.traceparent, sequence.admitted_s, self._clock(), attributes)
 
     def _put_error(self, sequence: Sequence, error: ServingError) -> None:
         self._put(

@@ -14,6 +14,7 @@ from common.metrics_server import MetricsServer
 from common.proto import plan_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
+from common.tracing import Tracing, make_tracing
 from decode_worker import commands as cmd
 from decode_worker.engine import DecodeEngine, ModelFacts
 from decode_worker.executor import DecodeExecutor
@@ -100,7 +101,8 @@ class DecodeRank:
         description = started.describe(types_pb2.ROLE_DECODE, list(self._transports))
         template = self._reservation_template(executor, control, description)
         metrics = DecodeMetrics(spec.pool)
-        engine = self._engine(started, executor, control, template, metrics)
+        tracing = make_tracing(spec.tracing, "decode")
+        engine = self._engine(started, executor, control, template, metrics, tracing)
         exporter = MetricsServer(metrics.metrics, lambda: metrics.refresh(engine.load, executor.received()))
         description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
@@ -116,6 +118,8 @@ class DecodeRank:
             server.call(exporter.close())
             server.call(self._serving().close())
             server.stop(_GRACE_S)
+            if tracing is not None:
+                tracing.close()
             executor.close()
             started.links.close()
 
@@ -130,6 +134,7 @@ class DecodeRank:
         control: LeaderChannel,
         template: worker_pb2.Reservation,
         metrics: DecodeMetrics,
+        tracing: Tracing | None,
     ) -> DecodeEngine:
         spec, config = self.spec, started.built.config
         scheduler = DecodeScheduler(started.geometry, started.facts.full_blocks, started.facts.sliding_blocks, spec.max_batch)
@@ -158,6 +163,7 @@ class DecodeRank:
             self._commands,
             lambda step, outputs, load: self._serving().publish(step, outputs, load),
             metrics,
+            tracing=tracing,
         )
 
     def _reservation_template(

@@ -39,6 +39,8 @@ class Sequence:
             raise CapacityError(f"{len(work.prompt_ids)} prompt tokens and max_tokens {sampling.max_tokens}; the context is {max_len}")
         self.internal_id = work.internal_id
         self.label = work.label
+        self.traceparent = work.traceparent
+        self.admitted_s = 0.0
         self.router_id = router_id
         self.transfer_id = transfer_id
         self.num_handed_over = len(work.prompt_ids) + len(work.output_ids)

@@ -14,6 +14,7 @@ from common.metrics_server import MetricsServer
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
+from common.tracing import make_tracing
 from kv_transfer.pool_memory import offered_transports
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import Sender
@@ -92,11 +93,12 @@ class PrefillRank:
         engine = self._engine = PrefillEngine(scheduler, executor, control)
         service_facts = self._facts(started)
         metrics = PrefillMetrics(spec.pool)
+        tracing = make_tracing(spec.tracing, "prefill")
         exporter = MetricsServer(metrics.metrics, lambda: metrics.refresh(engine.load))
         service_facts.description.metrics_address = server.call(exporter.start(spec.metrics_host, spec.metrics_port, spec.listen_host))
 
         def register(grpc_server) -> None:
-            self._service = PrefillService(engine, service_facts, metrics)
+            self._service = PrefillService(engine, service_facts, metrics, tracing)
             worker_pb2_grpc.add_PrefillGroupServicer_to_server(self._service, grpc_server)
 
         server.serve(register)
@@ -108,6 +110,8 @@ class PrefillRank:
             server.call(exporter.close())
             server.call(self._serving().close())
             server.stop(_GRACE_S)
+            if tracing is not None:
+                tracing.close()
             started.links.close()
 
         self._life.start(engine.run, clean_up)

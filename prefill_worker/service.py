@@ -20,6 +20,7 @@ from common.output import Output, stop_rules
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.requests import sampling_from_proto
 from common.server_thread import abort_with
+from common.tracing import Tracing
 from common.wire import Wire
 from kv_transfer.writer_ledger import WriterLedger
 from model.sampling import SamplingState
@@ -29,6 +30,7 @@ from prefill_worker.handover import Handovers
 from prefill_worker.job import PrefillJob
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.peers import DecodePeers
+from prefill_worker.trace import PrefillTrace
 
 _SLOWEST_PUSH_BYTES_PER_S = 50e6
 
@@ -49,7 +51,8 @@ class PrefillFacts:
 class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
     """Made on the event loop; `close` ends what it has running there."""
 
-    def __init__(self, engine: PrefillEngine, facts: PrefillFacts, metrics: PrefillMetrics):
+    def __init__(self, engine: PrefillEngine, facts: PrefillFacts, metrics: PrefillMetrics, tracing: Tracing | None = None):
+        self._tracing = tracing
         self._engine = engine
         self._facts = facts
         self._loop = asyncio.get_running_loop()
@@ -85,9 +88,11 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
 
     async def Prefill(self, request, context):
         call = None
+        trace = PrefillTrace(self._tracing, request.work, self._facts.description.group)
         try:
             call = self._open(request)
             async for event in call.events():
+                trace.saw(event)
                 yield event
         except ServingError as exc:
             await abort_with(context, exc)

@@ -288,6 +288,7 @@ class Dispatcher:
             output_ids=job.tokens,
             sampling=job.sampling,
             deadline_ms=min(left_ms, 0xFFFFFFFF),
+            traceparent=job.traceparent,
         )
 
     def _waited_too_long(self, job: Job, place: _Placement) -> ServingError:

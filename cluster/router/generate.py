@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -18,9 +18,11 @@ from cluster.router.job import Job, Stamps
 from cluster.router.multiplex import CallContext
 from cluster.router.status import ROUTE_KEY, RequestAborted, abort
 from cluster.router.streams import ClientStream
+from cluster.router.trace import CallTrace
 from common.errors import DeadlineError, ServingError, WorkerLost
 from common.proto import types_pb2
 from common.requests import ModelLimits, Request, parse_request, sampling_to_proto
+from common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,16 @@ class Running:
 
 
 class Generator:
-    def __init__(self, dispatcher: Dispatcher, limits: Callable[[], ModelLimits], *, default_deadline_s: float, stream_buffer_tokens: int):
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        limits: Callable[[], ModelLimits],
+        *,
+        default_deadline_s: float,
+        stream_buffer_tokens: int,
+        tracing: Tracing | None = None,
+    ):
+        self._tracing = tracing
         self.running = Running()
         self.metrics = dispatcher.metrics
         self.is_draining = False
@@ -74,19 +85,23 @@ class Generator:
     async def handle(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
         """The body of the RPC: writes serialised messages and ends the call with OK or one error."""
         error: ServingError
+        trace = CallTrace(self._tracing, context.invocation_metadata())
         try:
-            self.metrics.ended_well(await self._serve(data, context))
+            self.metrics.ended_well(await self._serve(data, context, trace))
+            trace.end()
             return
         except ServingError as exc:
             error = exc
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as exc:
             self.metrics.cancelled()
+            trace.end(exc)
             raise
         self.metrics.ended_badly(error)
+        trace.end(error)
         logger.info("failed %s: %s", error.grpc_status, error)
         await abort(context, error)
 
-    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext) -> types_pb2.FinishReason:
+    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext, trace: CallTrace) -> types_pb2.FinishReason:
         """Returns: why the (first) choice ended"""
         arrived_s = asyncio.get_running_loop().time()
         if self.is_draining:
@@ -96,7 +111,8 @@ class Generator:
         deadline_s = arrived_s + (self._default_deadline_s if remaining_s is None else remaining_s)
         stream = ClientStream(request.label, self._stream_buffer_tokens)
         self.running.add(stream, request.label)
-        jobs = asyncio.create_task(self._run_jobs(self._jobs_of(request, stream, arrived_s, deadline_s), stream))
+        trace.jobs = self._jobs_of(request, stream, arrived_s, deadline_s, trace.traceparent)
+        jobs = asyncio.create_task(self._run_jobs(trace.jobs, stream))
         try:
             await self._send(stream, context, deadline_s)
             return stream.finish_reason
@@ -118,7 +134,7 @@ class Generator:
         except TimeoutError:
             raise stream.error or DeadlineError("the request's deadline passed") from None
 
-    async def _run_jobs(self, jobs: list[Job], stream: ClientStream) -> None:
+    async def _run_jobs(self, jobs: Sequence[Job], stream: ClientStream) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._dispatcher.run(job)) for job in jobs]
@@ -131,7 +147,7 @@ class Generator:
             logger.exception("request %s failed inside the router", jobs[0].request.label)
             stream.fail(ServingError(f"internal error: {bugs.exceptions[0]!r}"))
 
-    def _jobs_of(self, request: Request, stream: ClientStream, arrived_s: float, deadline_s: float) -> list[Job]:
+    def _jobs_of(self, request: Request, stream: ClientStream, arrived_s: float, deadline_s: float, traceparent: str) -> list[Job]:
         """n independent choices, seeds in a row from the request's (or from a random one)."""
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         jobs = []
@@ -139,9 +155,9 @@ class Generator:
             sampling = sampling_to_proto(request.sampling)
             sampling.seed = (seed + index + 2**63) % 2**64 - 2**63
             sampling.n = 1
-            jobs.append(
-                Job(request, next(self._numbers), index, sampling, stream, deadline_s, Stamps(arrived_s), self.metrics.output_tokens)
-            )
+            stamps = Stamps(arrived_s)
+            job = Job(request, next(self._numbers), index, sampling, stream, deadline_s, stamps, self.metrics.output_tokens, traceparent)
+            jobs.append(job)
         return jobs
 
 

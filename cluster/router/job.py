@@ -46,6 +46,7 @@ class Job:
     deadline_s: float
     stamps: Stamps
     delivered: Value
+    traceparent: str = ""
     attempts: int = 0
     tokens: list[int] = field(default_factory=list)
 

@@ -22,12 +22,13 @@ from cluster.router.pools import Pools
 from cluster.router.queue import QueueLimits
 from cluster.router.retry_budget import RetryLimits
 from cluster.router.server import RouterServer, RouterServicer, ServerFacts
-from cluster.specs import security_of
+from cluster.specs import security_of, tracing_of
 from common.config import Config, PoolNode
 from common.errors import ConfigError
 from common.metrics_server import MetricsServer, own_host
 from common.proto import types_pb2
 from common.requests import ModelLimits
+from common.tracing import Tracing, make_tracing
 from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Router:
 async def serve(config: Config, controller_address: str, ready: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains. `ready` gets host:port as soon as it listens; health says when it can serve."""
     wire = Wire(security_of(config))
-    router = build_router(config, wire)
+    tracing = make_tracing(tracing_of(config), "router")
+    router = build_router(config, wire, tracing)
     exporter = MetricsServer(router.dispatcher.metrics.metrics, router.refresh_metrics)
     host, _, _ = config.router.listen.rpartition(":")
     metrics_address = await exporter.start(config.metrics.host, config.metrics.router_port, own_host(host))
@@ -73,6 +75,8 @@ async def serve(config: Config, controller_address: str, ready: Callable[[str], 
         await run_until_stopped(router, directory, config.router.listen, ready, config.router.drain_s)
     finally:
         await exporter.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def run_until_stopped(
@@ -101,7 +105,7 @@ async def run_until_stopped(
         await router.pools.close()
 
 
-def build_router(config: Config, wire: Wire = PLAIN) -> Router:
+def build_router(config: Config, wire: Wire = PLAIN, tracing: Tracing | None = None) -> Router:
     """Must be called on a running loop. Raises: ConfigError"""
     facts = read_model_facts(config)
     node = config.router
@@ -128,7 +132,13 @@ def build_router(config: Config, wire: Wire = PLAIN) -> Router:
         longest = min(config.model.max_model_len, pools.longest_tokens() or config.model.max_model_len)
         return ModelLimits(facts.vocab_size, longest, has_vocab=config.model.vocab is not None)
 
-    generator = Generator(dispatcher, limits, default_deadline_s=node.default_deadline_s, stream_buffer_tokens=node.stream_buffer_tokens)
+    generator = Generator(
+        dispatcher,
+        limits,
+        default_deadline_s=node.default_deadline_s,
+        stream_buffer_tokens=node.stream_buffer_tokens,
+        tracing=tracing,
+    )
     server_facts = ServerFacts(facts.name, facts.vocab_size, facts.eos_token_ids, importlib.metadata.version("tandem"), pools.router_id)
     servicer = RouterServicer(server_facts, dispatcher, generator, limits)
     return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools, wire))

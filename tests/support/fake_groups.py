@@ -79,6 +79,7 @@ class FakeGroup:
         )
         self.draining = False
         self.calls: list[str] = []
+        self.traceparents: list[str] = []
         self.load_delay_s = 0.0
         self._server: grpc.aio.Server | None = None
 
@@ -165,6 +166,7 @@ class FakePrefillGroup(FakeGroup, worker_pb2_grpc.PrefillGroupServicer):
     async def Prefill(self, request, context):
         work = request.work
         self.calls.append(work.internal_id)
+        self.traceparents.append(work.traceparent)
         if self.draining:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this prefill group is draining")
         self._running += 1
@@ -302,6 +304,7 @@ class FakeDecodeGroup(FakeGroup, worker_pb2_grpc.DecodeGroupServicer):
     async def Reserve(self, request, context):
         work = request.work
         self.calls.append(work.internal_id)
+        self.traceparents.append(work.traceparent)
         if request.incarnation != self.description.incarnation:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "another incarnation is meant")
         if self.on_reserve is not None:
