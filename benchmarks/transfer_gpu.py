@@ -59,6 +59,8 @@ class Bench:
     def part(self, name: str, run: Callable[[], None]) -> None:
         began = time.monotonic()
         try:
+            for child in (self.prefill, self.decode):
+                child.ask("drop")
             run()
         except Exception:  # noqa: BLE001 the other parts go on
             self.failed.append(name)
@@ -97,6 +99,7 @@ class Bench:
         prompts = (1, 15, 17, 127, 129, 1000, 1025)
         count = 0
         for tp_to in (1, 2, 4):
+            self.prefill.ask("drop")
             self.decode.ask("decode", tp=tp_to, layers=6, num_blocks=(80, 24))
             for tp_from, tokens in itertools.product((1, 2, 4, 8), prompts):
                 if (tp_from + tp_to + tokens) % 2 and tokens not in (129, 1000):
@@ -218,6 +221,7 @@ class Bench:
     def checked(self, transport: str) -> None:
         """Bytes over another transport: some pairs, then a decode group that is killed half-way and one that is stopped."""
         for tp_from, tp_to, tokens in ((1, 1, 1000), (2, 1, 129), (1, 2, 1025), (4, 2, 17)):
+            self.prefill.ask("drop")
             self.decode.ask("decode", tp=tp_to, layers=6, num_blocks=(80, 24), transports=(transport,), incarnation=self.next_id())
             self.prefill.ask("prefill", tp=tp_from, layers=6, num_tokens=tokens, transport=transport)
             self.equal(tokens, transport=transport)

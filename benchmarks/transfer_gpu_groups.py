@@ -272,12 +272,12 @@ class Side:
         self.group: DecodeGroup | PrefillGroup | None = None
 
     def decode(self, **fields: object) -> int:
-        self._drop()
+        self.drop()
         self.group = DecodeGroup(**fields)
         return os.getpid()
 
     def prefill(self, **fields: object) -> int:
-        self._drop()
+        self.drop()
         self.group = PrefillGroup(**fields)
         return os.getpid()
 
@@ -286,7 +286,8 @@ class Side:
 
         return getattr(importlib.import_module(module), function)(self, *arguments)
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Prefill groups go first: what they have mapped should be there until they unmap it."""
         if self.group is not None:
             self.group.close()
         self.group = None
