@@ -11,6 +11,7 @@ import torch
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import RankSpec
 from model.build_decode import build_decode_cuda, open_decode_cuda
+from model.build_prefill import build_prefill_cuda, warm_prefill_cuda
 from model.config import ModelConfig, check_layout, load_model_config
 from model.decode_step import DecodeStep, Forward, PlainDecodeStep
 from model.gpt_oss import GptOss
@@ -50,6 +51,11 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
 
     Raises: ConfigError if checkpoint or layout can't be served; NotSupportedError for a device without a forward pass
     """
+    if spec.device == "cuda" and spec.kv_dtype != "bfloat16":
+        raise ConfigError(f"kv dtype {spec.kv_dtype!r} on cuda; the kernels take bfloat16")
+    if spec.device == "cuda" and spec.role == "prefill":
+        config, prefill = build_prefill_cuda(spec, group)
+        return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv, group))
     if spec.device == "cuda" and spec.role == "decode":
         config, packed = build_decode_cuda(spec, group)
         return BuiltModel(config, None, decode=lambda kv: open_decode_cuda(spec, config, packed, kv))

@@ -33,13 +33,12 @@ class PrefillExecutor:
     """
 
     def __init__(
-        self, model: Forward, kv: KVCache, sender: Sender, rank: int, device: str, report: Callable[[worker_pb2.PushReport], None]
+        self, model: Forward, kv: KVCache, sender: Sender, rank: int, report: Callable[[worker_pb2.PushReport], None]
     ):
         self._model = model
         self._kv = kv
         self._sender = sender
         self._rank = rank
-        self._device = device
         self._report = report
         self._open: set[int] = set()  # a begin was tried, neither finish nor stop so far
 
@@ -73,13 +72,13 @@ class PrefillExecutor:
     def _compute(self, chunk: plan_pb2.PrefillChunk) -> Tensor | None:
         v = chunk.view
         view = SequenceView(v.token_ids, v.start, v.full_blocks, v.sliding_first, v.sliding_blocks)
-        batch = build_prefill_batch(view, self._kv.geometry.block_size_tokens, self._device, logits="last" if chunk.is_last else "none")
+        batch = build_prefill_batch(view, self._kv.geometry.block_size_tokens, "cpu", logits="last" if chunk.is_last else "none")
         on_layer = self._pusher(chunk) if chunk.transfer_id in self._open else None
         logits = self._model.forward(batch, self._kv, on_layer)
         if chunk.is_last and on_layer is not None:
             self._sender.finish(chunk.transfer_id, self._report_end)
             self._open.remove(chunk.transfer_id)
-        return logits
+        return logits.cpu() if chunk.is_last and logits is not None else None
 
     def _pusher(self, chunk: plan_pb2.PrefillChunk) -> Callable[[int], None]:
         """What the forward pass calls once a layer's K and V exist."""
