@@ -67,6 +67,6 @@ def check_served(device: str = "cuda") -> str:
     assert agreed >= len(PROMPTS) - 1, f"{agreed} of {len(PROMPTS)} first tokens agree"  # random prompts: one may be a tie that FP8 turns
     assert max(kv_errors) < 0.1, f"K and V differ by {max(kv_errors):.3f} of their size"
     return (
-        f"{agreed} of {len(PROMPTS)} first tokens are the plain forward's, the worst {max(distances):.1e} standard deviations below its best; "
+        f"{agreed} of {len(PROMPTS)} first tokens are the plain forward's, the worst {max(distances):.1e} deviations below its best; "
         f"K and V within {max(kv_errors):.1e} of their size"
     )

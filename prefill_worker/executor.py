@@ -32,9 +32,7 @@ class PrefillExecutor:
     `report` takes one PushReport per transfer of a begin; it is called from transport threads and must not block.
     """
 
-    def __init__(
-        self, model: Forward, kv: KVCache, sender: Sender, rank: int, report: Callable[[worker_pb2.PushReport], None]
-    ):
+    def __init__(self, model: Forward, kv: KVCache, sender: Sender, rank: int, report: Callable[[worker_pb2.PushReport], None]):
         self._model = model
         self._kv = kv
         self._sender = sender
