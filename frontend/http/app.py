@@ -28,6 +28,7 @@ from frontend.http.auth import load_keys
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
 from frontend.http.errors import HttpError, error_response
+from frontend.http.openapi import serve_openapi
 from frontend.http.page import page_routes
 from frontend.http.responses import responses
 from frontend.http.service import Endpoint, Service
@@ -97,6 +98,7 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> FrontendAp
         Route("/v1/models", _models, methods=["GET"]),
         Route("/v1/models/{model:path}", _models, methods=["GET"]),
         Route("/health", _health, methods=["GET"]),
+        Route("/openapi.json", serve_openapi, methods=["GET"]),
         *page_routes(),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"])

@@ -1,0 +1,234 @@
+"""Sends generated bodies to a frontend: no answer may be a 5xx, and good streams beside them must be unharmed.
+
+Bodies follow the frontend's own OpenAPI document, have one thing changed in it, or are no JSON at all. A small number runs in the default
+tests; for a long run, whose figures go to benchmarks/results/http_bodies.json:
+    python -m tests.frontend.support.bodies --bodies 50000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from frontend.harmony.format import HarmonyFormat
+from frontend.vocab import load_vocabulary
+from tests.frontend.support.fake_router import Script
+from tests.frontend.support.stack import running_stack
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "http_bodies.json"
+NUM_GOOD = 4
+WORD = " wombat"
+CHAT = "/v1/chat/completions"
+ODD = (10**20, -1, 2**31, "\ud800", "<|end|>", "a" * 5000, 1e308, -0.0, "", [[]], {"a": {"b": [None]}})
+WELL_KNOWN: Mapping[str, st.SearchStrategy[Any]] = {
+    "model": st.just("gpt-oss-20b"),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": st.text(max_size=30)},
+            optional={"tool_call_id": st.text(max_size=5), "name": st.just("f"), "reasoning_content": st.text(max_size=10)},
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    "input": st.text(min_size=1, max_size=30),
+    "prompt": st.one_of(st.text(min_size=1, max_size=30), st.lists(st.integers(0, 201_087), min_size=1, max_size=8)),
+    "max_tokens": st.integers(1, 20),
+    "max_completion_tokens": st.integers(1, 20),
+    "max_output_tokens": st.integers(1, 20),
+    "n": st.integers(1, 3),
+}
+
+
+def anything() -> st.SearchStrategy[Any]:
+    """Any JSON value, odd ones often."""
+    leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(ODD))
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6
+    )
+
+
+def values_of(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a JSON schema allows, as far as the frontend's document uses it."""
+    if "$ref" in schema:
+        return values_of(schemas[schema["$ref"].rpartition("/")[2]], schemas)
+    if "anyOf" in schema:
+        return st.one_of([values_of(branch, schemas) for branch in schema["anyOf"]])
+    match schema.get("type"):
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "integer":
+            return st.integers(schema.get("minimum", -(2**63)), schema.get("maximum", 2**63 - 1))
+        case "number":
+            low, high = (schema.get(name, schema.get(f"exclusive{name.title()}")) for name in ("minimum", "maximum"))
+            return st.floats(low, high, allow_nan=False, exclude_min="exclusiveMinimum" in schema)
+        case "string":
+            return st.text(min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
+        case "array":
+            items = values_of(schema["items"], schemas) if schema.get("items") else anything()
+            return st.lists(items, max_size=min(schema.get("maxItems", 3), 3))
+        case "object" if "properties" in schema:
+            required = schema.get("required", [])
+            fields = {name: WELL_KNOWN.get(name) or values_of(part, schemas) for name, part in schema["properties"].items()}
+            return st.fixed_dictionaries(
+                {name: fields[name] for name in required}, optional={name: fields[name] for name in fields if name not in required}
+            )
+        case "object":
+            return st.dictionaries(st.text(max_size=8), anything(), max_size=3)
+    return anything()
+
+
+def requests_of(document: Mapping[str, Any]) -> st.SearchStrategy[tuple[str, bytes]]:
+    """(path, body): half of them as the document says, the others changed."""
+    schemas, out = document["components"]["schemas"], []
+    for path, operations in document["paths"].items():
+        if "post" in operations:
+            schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+            whole = values_of(schema, schemas)
+            names = sorted(values["properties"]) if (values := schemas[schema["$ref"].rpartition("/")[2]]) else []
+            few = st.builds(_keep, whole, st.sets(st.sampled_from(names), max_size=4), st.just(frozenset(values["required"])))
+            changed = st.builds(
+                lambda body, name, value: body | {name: value}, few, st.sampled_from(names) | st.text(max_size=8), anything()
+            )
+            bodies = st.one_of(few, few, changed, whole).map(lambda body: json.dumps(body).encode())
+            broken = st.builds(_break, bodies, st.integers(0, 10_000), st.binary(max_size=4))
+            out.append(st.tuples(st.just(path), st.one_of(bodies, bodies, bodies, bodies, broken)))
+    return st.one_of(out)
+
+
+def _keep(body: dict[str, Any], names: set[str], required: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name in names | required}
+
+
+def _break(body: bytes, at: int, raw: bytes) -> bytes:
+    at %= len(body) + 1
+    return body[:at] + raw + body[at + 1 :]
+
+
+@dataclass
+class Run:
+    """What came back. `bad_streams`: of the good ones, how many were not whole."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    server_errors: list[str] = field(default_factory=list)
+    good_streams: int = 0
+    bad_streams: int = 0
+
+
+class Sender:
+    """One keep-alive connection."""
+
+    def __init__(self, port: int):
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        self._connection.request("POST", path, body, {"content-type": "application/json"})
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def get_json(self, path: str) -> Any:
+        self._connection.request("GET", path)
+        return json.loads(self._connection.getresponse().read())
+
+
+@contextmanager
+def frontend_in_thread() -> Iterator[int]:
+    """A frontend before a fake router, in a thread with its own loop; gives the port."""
+    chat_format = HarmonyFormat(load_vocabulary())
+    ids = chat_format.vocabulary.harmony.encode("<|channel|>final<|message|>" + WORD * 40 + "<|return|>", allowed_special="all")
+    found: list[int] = []
+    ready, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with running_stack(chat_format, lambda request, index: Script(ids, gap_s=0.0)) as stack:
+            found.append(int(stack.url.rpartition(":")[2]))
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield found[0]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def run(bodies: int, seed_: int = 1) -> Run:
+    """Sends that many bodies."""
+    result, is_over = Run(), threading.Event()
+    with frontend_in_thread() as port:
+        good = [threading.Thread(target=_stream_until, args=(port, is_over, result)) for _ in range(NUM_GOOD)]
+        for thread in good:
+            thread.start()
+        sender = Sender(port)
+        document = sender.get_json("/openapi.json")
+
+        @seed(seed_)
+        @settings(max_examples=bodies, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+        @given(requests_of(document))
+        def send(request: tuple[str, bytes]) -> None:
+            status, answer = sender.post(*request)
+            result.statuses[status] += 1
+            if status >= 500:
+                result.server_errors.append(f"{request}: {answer[:300]!r}")
+
+        try:
+            send()
+        finally:
+            is_over.set()
+            for thread in good:
+                thread.join()
+    return result
+
+
+def _stream_until(port: int, is_over: threading.Event, result: Run) -> None:
+    body = json.dumps({"model": "gpt-oss-20b", "stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    sender = Sender(port)
+    while not is_over.is_set():
+        status, answer = sender.post(CHAT, body)
+        result.good_streams += 1
+        if status != 200 or not answer.endswith(b"data: [DONE]\n\n") or answer.count(WORD.encode()) != 40:
+            result.bad_streams += 1
+        time.sleep(0.05)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--bodies", type=int, default=50_000)
+    options.add_argument("--seed", type=int, default=1)
+    chosen = options.parse_args()
+    started = time.monotonic()
+    result = run(chosen.bodies, chosen.seed)
+    record = {
+        "bodies": sum(result.statuses.values()),
+        "seed": chosen.seed,
+        "seconds": round(time.monotonic() - started, 1),
+        "statuses": {str(status): count for status, count in sorted(result.statuses.items())},
+        "server_errors": len(result.server_errors),
+        "good_streams_beside": result.good_streams,
+        "good_streams_harmed": result.bad_streams,
+    }
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    sys.stdout.write(json.dumps(record, indent=1) + "\n" + "\n".join(result.server_errors[:5]) + "\n")
+    return 1 if result.server_errors or result.bad_streams else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
