@@ -7,6 +7,7 @@ and unknown ones are answered 400 by name, so that nobody believes in an effect 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -80,13 +81,24 @@ def read_json_object(body: bytes) -> dict[str, Any]:
     if body.count(b",") + body.count(b"{") + body.count(b"[") > _MAX_VALUES:
         raise HttpError(413, f"the body has more than {_MAX_VALUES} commas and brackets", code="request_too_large")
     try:
-        value = json.loads(body)
+        value = json.loads(body, parse_float=_finite, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and numbers without end are ValueErrors
         reason = "nested too deep" if isinstance(exc, RecursionError) else str(exc)[:200]
         raise HttpError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
     return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # it could not be sent back
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _first_error(exc: ValidationError) -> InvalidRequestError:

@@ -18,6 +18,8 @@ from tests.frontend.support.stack import running_stack
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 async_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+expect = async_api.expect
+WITHIN_MS = 60_000
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
 TEXT = (
     "<|channel|>analysis<|message|>The user adds numbers. <b>Two</b> and two.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -39,16 +41,16 @@ async def test_chat_route_timeline_and_pools(harmony: HarmonyFormat, pictures: P
     async with running_stack(harmony, lambda request, index: Script(ids, gap_s=0.02)) as stack, async_api.async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": width, "height": 844})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(WITHIN_MS)
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         await page.goto(stack.url)
-        await page.wait_for_function("document.getElementById('model').textContent === 'gpt-oss-20b'")
+        await expect(page.locator("#model")).to_have_text("gpt-oss-20b", timeout=WITHIN_MS)
         await page.fill("#text", "What is 2 + 2?")
         await page.click("#send")
         await page.wait_for_selector("#route tbody tr.chosen")
-        await page.wait_for_function("document.querySelector('.message .content')?.textContent.includes('make four')")
+        await expect(page.locator(".message .content")).to_contain_text("make four", timeout=WITHIN_MS)
         await page.screenshot(path=pictures / f"running-{width}.png")
         assert not await page.is_hidden("#stop"), "the route and the cost are there while it runs"
         assert (await page.text_content("#cost")).startswith("$")
@@ -81,9 +83,9 @@ async def test_stop_frees_the_request_and_errors_are_shown(harmony: HarmonyForma
     async with running_stack(harmony, lambda request, index: Script(ids, gap_s=0.02)) as stack, async_api.async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(WITHIN_MS)
         await page.goto(stack.url)
-        await page.wait_for_function("document.getElementById('model').textContent !== ''")
+        await expect(page.locator("#model")).to_have_text("gpt-oss-20b", timeout=WITHIN_MS)
         await page.fill("#text", "Go on")
         await page.click("#send")
         await page.wait_for_selector(".message .content")

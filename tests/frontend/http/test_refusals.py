@@ -95,7 +95,8 @@ async def test_wrong_fields_are_refused_by_name(stack, fields: dict[str, Any], p
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"9" * 100_000, b"NaN", b"{}"],
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"9" * 100_000, b"NaN", b"{}"]
+    + [b'{"model":"m","metadata":{"a":%s}}' % value for value in (b"NaN", b"-Infinity", b"1e999")],
     ids=lambda raw: str(raw[:12]),
 )
 async def test_bodies_that_are_no_request_are_400(stack, path: str, raw: bytes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import json
 import sys
@@ -16,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tests.frontend.support.stack import running_stack
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "http_bodies.json"
 NUM_GOOD = 4
-WORD = " wombat"
+TEXT = " A good stream, 東京 🍎." * 4
 CHAT = "/v1/chat/completions"
 ODD = (10**20, -1, 2**31, "\ud800", "<|end|>", "a" * 5000, 1e308, -0.0, "", [[]], {"a": {"b": [None]}})
 WELL_KNOWN: Mapping[str, st.SearchStrategy[Any]] = {
@@ -56,9 +56,11 @@ WELL_KNOWN: Mapping[str, st.SearchStrategy[Any]] = {
 def anything() -> st.SearchStrategy[Any]:
     """Any JSON value, odd ones often."""
     leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(ODD))
-    return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6
-    )
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+
+    return st.recursive(leaves, nest, max_leaves=6)
 
 
 def values_of(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -84,7 +86,8 @@ def values_of(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> st.Searc
             return st.lists(items, max_size=min(schema.get("maxItems", 3), 3))
         case "object" if "properties" in schema:
             required = schema.get("required", [])
-            fields = {name: WELL_KNOWN.get(name) or values_of(part, schemas) for name, part in schema["properties"].items()}
+            parts = schema["properties"].items()
+            fields = {name: WELL_KNOWN[name] if name in WELL_KNOWN else values_of(part, schemas) for name, part in parts}
             return st.fixed_dictionaries(
                 {name: fields[name] for name in required}, optional={name: fields[name] for name in fields if name not in required}
             )
@@ -100,11 +103,10 @@ def requests_of(document: Mapping[str, Any]) -> st.SearchStrategy[tuple[str, byt
         if "post" in operations:
             schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
             whole = values_of(schema, schemas)
-            names = sorted(values["properties"]) if (values := schemas[schema["$ref"].rpartition("/")[2]]) else []
-            few = st.builds(_keep, whole, st.sets(st.sampled_from(names), max_size=4), st.just(frozenset(values["required"])))
-            changed = st.builds(
-                lambda body, name, value: body | {name: value}, few, st.sampled_from(names) | st.text(max_size=8), anything()
-            )
+            model = schemas[schema["$ref"].rpartition("/")[2]]
+            names = sorted(model["properties"])
+            few = st.builds(_keep, whole, st.sets(st.sampled_from(names), max_size=4), st.just(frozenset(model["required"])))
+            changed = st.builds(_change, few, st.sampled_from(names) | st.text(max_size=8), anything())
             bodies = st.one_of(few, few, changed, whole).map(lambda body: json.dumps(body).encode())
             broken = st.builds(_break, bodies, st.integers(0, 10_000), st.binary(max_size=4))
             out.append(st.tuples(st.just(path), st.one_of(bodies, bodies, bodies, bodies, broken)))
@@ -113,6 +115,10 @@ def requests_of(document: Mapping[str, Any]) -> st.SearchStrategy[tuple[str, byt
 
 def _keep(body: dict[str, Any], names: set[str], required: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name in names | required}
+
+
+def _change(body: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return body | {name: value}
 
 
 def _break(body: bytes, at: int, raw: bytes) -> bytes:
@@ -136,6 +142,9 @@ class Sender:
     def __init__(self, port: int):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
 
+    def close(self) -> None:
+        self._connection.close()
+
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         self._connection.request("POST", path, body, {"content-type": "application/json"})
         response = self._connection.getresponse()
@@ -146,11 +155,11 @@ class Sender:
         return json.loads(self._connection.getresponse().read())
 
 
-@contextmanager
+@contextlib.contextmanager
 def frontend_in_thread() -> Iterator[int]:
     """A frontend before a fake router, in a thread with its own loop; gives the port."""
     chat_format = HarmonyFormat(load_vocabulary())
-    ids = chat_format.vocabulary.harmony.encode("<|channel|>final<|message|>" + WORD * 40 + "<|return|>", allowed_special="all")
+    ids = chat_format.vocabulary.harmony.encode(f"<|channel|>final<|message|>{TEXT}<|return|>", allowed_special="all")
     found: list[int] = []
     ready, stop = threading.Event(), threading.Event()
 
@@ -192,6 +201,7 @@ def run(bodies: int, seed_: int = 1) -> Run:
         try:
             send()
         finally:
+            sender.close()
             is_over.set()
             for thread in good:
                 thread.join()
@@ -200,13 +210,21 @@ def run(bodies: int, seed_: int = 1) -> Run:
 
 def _stream_until(port: int, is_over: threading.Event, result: Run) -> None:
     body = json.dumps({"model": "gpt-oss-20b", "stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
-    sender = Sender(port)
-    while not is_over.is_set():
-        status, answer = sender.post(CHAT, body)
-        result.good_streams += 1
-        if status != 200 or not answer.endswith(b"data: [DONE]\n\n") or answer.count(WORD.encode()) != 40:
-            result.bad_streams += 1
-        time.sleep(0.05)
+    with contextlib.closing(Sender(port)) as sender:
+        while not is_over.is_set():
+            status, answer = sender.post(CHAT, body)
+            result.good_streams += 1
+            result.bad_streams += status != 200 or _content_of(answer) != TEXT
+            time.sleep(0.2)
+
+
+def _content_of(stream: bytes) -> str | None:
+    """The joined content of a whole stream, None if it has no end."""
+    events = stream.decode().split("\n\n")
+    if events[-2:] != ["data: [DONE]", ""]:
+        return None
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
 def main() -> int:
