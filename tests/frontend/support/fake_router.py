@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -20,7 +20,7 @@ Request = router_pb2.GenerateRequest
 @dataclass(frozen=True)
 class Script:
     """One choice's answer. `fails_after`: tokens sent before `error` (status, details) ends the call; `gap_s` between
-    chunks; `runs_on`: send all ids whatever the stop tokens say."""
+    chunks; `runs_on`: send all ids whatever the stop tokens say; `waits_after`: tokens sent before `goes_on` is waited for."""
 
     ids: Sequence[int]
     reason: int = types_pb2.FINISH_REASON_STOP
@@ -31,6 +31,8 @@ class Script:
     logprob: float = -0.5
     cached_tokens: int = 0
     runs_on: bool = False
+    waits_after: int | None = None
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def route_report() -> router_pb2.RouteReport:
@@ -116,6 +118,8 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         for start in range(0, len(ids), script.chunk):
             if script.error is not None and sent >= script.fails_after:
                 break
+            if script.waits_after is not None and sent >= script.waits_after:
+                await script.goes_on.wait()
             piece = ids[start : start + script.chunk]
             chunk = router_pb2.GenerateChunk(index=index, first_token_index=start, token_ids=piece)
             if request.sampling_params.HasField("logprobs"):
