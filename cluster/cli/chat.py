@@ -27,6 +27,7 @@ def chat(
 ) -> None:
     """Talk to the model. Reasoning is dimmed, calls are shown; each line of a pipe is one message. Ctrl-D ends."""
     from cluster.client import router_address
+    from cluster.credentials import client_wire
     from frontend.harmony.format import HarmonyFormat
     from frontend.vocab import load_vocabulary
 
@@ -34,13 +35,15 @@ def chat(
     if max_tokens is not None:
         params.max_tokens = max_tokens
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    asyncio.run(_converse(router_address(name, router), HarmonyFormat(load_vocabulary(vocab)), messages, effort, params))
+    params.stop_token_ids.extend(HarmonyFormat.stop_token_ids)
+    chat_format = HarmonyFormat(load_vocabulary(vocab))
+    asyncio.run(_converse(router_address(name, router), client_wire(name), chat_format, messages, effort, params))
 
 
-async def _converse(address: str, chat_format, messages: list[dict[str, Any]], effort, params: types_pb2.SamplingParams) -> None:
+async def _converse(address: str, wire, chat_format, messages: list[dict[str, Any]], effort, params: types_pb2.SamplingParams) -> None:
     from frontend.router_client import RouterClient
 
-    client = RouterClient(address)
+    client = RouterClient(address, wire)
     try:
         while line := await asyncio.to_thread(_read_line):
             if line.strip():

@@ -39,7 +39,7 @@ function card(pool) {
   const facts = document.createElement("div");
   facts.className = "dim";
   const price = (pool.usd_per_gpu_hour * pool.gpus_per_group * pool.groups.length).toFixed(2);
-  facts.append(`${pool.groups.length} replicas of ${pool.gpus_per_group} GPU \u00b7 $${price}/h`);
+  facts.append(`${pool.groups.length} replica${pool.groups.length === 1 ? "" : "s"} of ${pool.gpus_per_group} GPU \u00b7 $${price}/h`);
   box.append(title, facts);
   if (pool.queue) {
     const queue = document.createElement("div");

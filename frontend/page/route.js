@@ -79,7 +79,7 @@ export class Live {
     const candidates = route.decision?.candidates ?? [];
     this.expected = route.decision?.expected_output_tokens ?? 0;
     this.chosen = candidates.find((candidate) => candidate.chosen) ?? null;
-    $("route").tBodies[0].replaceChildren(...candidates.map(row));
+    $("route").tBodies[0].replaceChildren(...candidates.flatMap(rows));
     this.draw();
   }
 
@@ -121,7 +121,8 @@ export class Live {
   }
 }
 
-function row(candidate) {
+/** Figures of a candidate, and below them why it won, lost or was out. */
+function rows(candidate) {
   const prediction = candidate.prediction;
   const line = document.createElement("tr");
   if (candidate.chosen) line.className = "chosen";
@@ -132,13 +133,13 @@ function row(candidate) {
     prediction ? ms(prediction.ttft_ms ?? 0) : "-",
     prediction ? ms(prediction.itl_ms ?? 0) : "-",
     prediction ? usd(prediction.cost_usd) : "-",
-    candidate.reason ?? "",
   ];
-  cells.forEach((text, index) => {
-    const cell = document.createElement("td");
-    if (index === cells.length - 1) cell.className = "why";
-    cell.append(text);
-    line.append(cell);
-  });
-  return line;
+  for (const text of cells) line.insertCell().append(text);
+  if (!candidate.reason) return [line];
+  const why = document.createElement("tr");
+  why.className = "why";
+  const cell = why.insertCell();
+  cell.colSpan = cells.length;
+  cell.append(candidate.reason);
+  return [line, why];
 }

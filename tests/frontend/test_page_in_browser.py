@@ -62,9 +62,10 @@ async def test_chat_route_timeline_and_pools(harmony: HarmonyFormat, pictures: P
         assert content == "Two and two make four & <script>document.title = 'pwned'</script> nothing else. " * 6
         assert await page.text_content(".message .reasoning") == "The user adds numbers. <b>Two</b> and two."
         assert await page.title() == "Tandem"
-        rows = await page.eval_on_selector_all("#route tbody tr", "rows => rows.map(row => row.innerText)")
+        rows = await page.eval_on_selector_all("#route tbody tr:not(.why)", "rows => rows.map(row => row.innerText)")
         assert len(rows) == 2
-        assert "costs more" in rows[0]
+        assert "prefill-tp1" in rows[1]
+        assert await page.text_content("#route tr.why") == "costs more"
         assert await page.eval_on_selector_all(".timeline .bar", "bars => bars.length") == 2
         assert await page.text_content("#tokens") == str(len(ids))
         assert float(await page.text_content("#speed")) > 1
@@ -73,7 +74,7 @@ async def test_chat_route_timeline_and_pools(harmony: HarmonyFormat, pictures: P
         await page.screenshot(path=pictures / f"pools-{width}.png", full_page=True)
         cards = await page.eval_on_selector_all(".card", "cards => cards.map(card => card.innerText)")
         assert len(cards) == 2
-        assert all("replicas of" in card and "/h" in card and "KV" in card for card in cards)
+        assert all("1 replica of" in card and "/h" in card and "KV" in card for card in cards)
         assert "queue: 2 requests, 640 tokens" in cards[0]
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out sideways"
         assert not errors

@@ -11,7 +11,7 @@ import httpx
 import openai
 
 from frontend.chat_format import ChatFormat
-from frontend.http.app import build_app
+from frontend.http.app import FrontendApp, build_app
 from frontend.http.service import Service
 from frontend.server import FrontendServer
 from frontend.settings import FrontendSettings
@@ -41,6 +41,22 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
+async def running_frontend(chat_format: ChatFormat, settings: FrontendSettings) -> AsyncIterator[tuple[FrontendServer, FrontendApp, str]]:
+    """A frontend on a real port in this event loop: server, application, URL."""
+    app = build_app(settings, chat_format)
+    server = FrontendServer(settings, app)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # uvicorn has no event for it
+        assert not serving.done(), serving
+        await asyncio.sleep(0.005)
+    try:
+        yield server, app, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@contextlib.asynccontextmanager
 async def running_stack(
     chat_format: ChatFormat,
     script: Callable[[Request, int], Script],
@@ -49,20 +65,10 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     async with running_router(script) as router:
         chosen = replace(settings or FrontendSettings(), router=router.address, port=0, includes_date=False)
-        app = build_app(chosen, chat_format)
-        server = FrontendServer(chosen, app)
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # uvicorn has no event for it
-            assert not serving.done(), serving
-            await asyncio.sleep(0.005)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         auth = {"authorization": f"Bearer {api_key}"}
-        try:
-            async with (
-                httpx.AsyncClient(base_url=url, headers=auth, timeout=30) as http,
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as client,
-            ):
-                yield Stack(router, server, app.state.service, url, http, client, app.state.grpc_port, app.state.metrics_address)
-        finally:
-            server.should_exit = True
-            await serving
+        async with (
+            running_frontend(chat_format, chosen) as (server, app, url),
+            httpx.AsyncClient(base_url=url, headers=auth, timeout=30) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as client,
+        ):
+            yield Stack(router, server, app.state.service, url, http, client, app.state.grpc_port, app.state.metrics_address)
