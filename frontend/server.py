@@ -66,15 +66,20 @@ class FrontendServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(self._settings.drain_s, service.end_running)
 
 
+def settle_memory() -> None:
+    """What lives as long as the process (modules, the vocabulary) is never traversed by the collector again: no pauses for it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
 def serve(settings: FrontendSettings, chat_format: ChatFormat, on_ready: Callable[[int], None] = lambda port: None) -> None:
     """Blocks until the server has ended. `on_ready` gets the port as soon as requests are taken.
 
     Raises: ConfigError if a file named in the settings can't be read or the address can't be had
     """
     server = FrontendServer(settings, build_app(settings, chat_format), on_ready)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process (modules, the vocabulary) is never traversed again: no pauses for it
-    gc.set_threshold(*_GC_THRESHOLDS)
+    settle_memory()
     try:
         server.run()
     except SystemExit as exc:  # uvicorn's way to say that it could not listen; it has logged why

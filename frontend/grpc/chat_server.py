@@ -63,8 +63,8 @@ class ChatServicer(chat_pb2_grpc.ChatServicer):
         label = request.request_id if 0 < len(request.request_id.encode()) <= _MAX_LABEL_BYTES else new_id("req_")
         async with contextlib.AsyncExitStack() as running:
             service.admit(running, caller)
-            chat = chat_input(request, service.current_date())
-            prompt = await generator.encode(functools.partial(generator.chat_format.render, chat))
+            date = service.current_date()
+            prompt = await generator.encode(lambda: generator.chat_format.render(chat_input(request, date)))
             priority = caller.priority_for(request.priority if request.HasField("priority") else None)
             stops = generator.chat_format.stop_token_ids
             router = router_request(request, prompt.token_ids, stops, request_id=label, priority=priority)

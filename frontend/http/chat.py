@@ -32,7 +32,7 @@ from frontend.http.shape import MessageJoiner, flags_of, logprobs_of, new_id, ro
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """The endpoint. Raises: ServingError for whatever goes wrong before the first byte."""
-    request = ChatRequest.parse(call.body)
+    request = await service.parse(ChatRequest, call.body)
     model = await service.model_name(request.model)
     generation = await start_chat(service, call, request)
     identity = {"id": new_id("chatcmpl-"), "created": call.created, "model": model}
@@ -52,8 +52,8 @@ async def chat_completions(service: Service, call: Call) -> Response:
 async def start_chat(service: Service, call: Call, request: ChatRequest) -> Generation:
     """Renders the conversation and makes the generation, not yet running. Raises: InvalidRequestError."""
     generator = service.generator
-    chat = request.chat_input(service.current_date())
-    prompt = await generator.encode(functools.partial(generator.chat_format.render, chat))
+    date = service.current_date()
+    prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
     router = router_request(
         request,
         prompt.token_ids,

@@ -85,7 +85,7 @@ def _checked_ids(ids: Any, field: str) -> list[int]:
 
 async def completions(service: Service, call: Call) -> Response:
     """The endpoint. Raises: ServingError for whatever goes wrong before the first byte."""
-    request = CompletionRequest.parse(call.body)
+    request = await service.parse(CompletionRequest, call.body)
     model = await service.model_name(request.model)
     generations = [
         _start(service, call, request, await _encode(service, prompt, number)) for number, prompt in enumerate(request.prompts())

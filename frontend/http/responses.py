@@ -21,7 +21,7 @@ from frontend.http.shape import COMPACT, new_id, route_headers, route_of
 
 async def responses(service: Service, call: Call) -> Response:
     """The endpoint. Raises: ServingError for whatever goes wrong before the first byte."""
-    request = ResponsesRequest.parse(call.body)
+    request = await service.parse(ResponsesRequest, call.body)
     model = await service.model_name(request.model)
     generation = await _start(service, call, request)
     builder = ResponseBuilder(
@@ -41,8 +41,8 @@ async def responses(service: Service, call: Call) -> Response:
 
 async def _start(service: Service, call: Call, request: ResponsesRequest) -> Generation:
     generator = service.generator
-    chat = request.chat_input(service.current_date())
-    prompt = await generator.encode(functools.partial(generator.chat_format.render, chat))
+    date = service.current_date()
+    prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
     router = router_request(
         request,
         prompt.token_ids,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,12 +24,15 @@ from frontend.generation import Generator, Outcome
 from frontend.http.auth import Caller, Keys
 from frontend.http.disconnect import ClientGone, run_until_disconnect
 from frontend.http.errors import HttpError, error_response, status_and_body
+from frontend.http.fields import RequestModel
 from frontend.http.sampling import ServingHeaders, read_headers
 from frontend.http.shape import new_id, route_headers
 from frontend.http.sse import EventStream
 from frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
+_LARGE_BODY_BYTES = 32 << 10
+_Request = TypeVar("_Request", bound=RequestModel)
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -66,6 +70,12 @@ class Service:
         response.headers["x-request-id"] = request_id
         self.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
+
+    async def parse(self, model: type[_Request], body: bytes) -> _Request:
+        """The checked request; a large body is read in a thread, so that the loop goes on. Raises: as `RequestModel.parse`."""
+        if len(body) <= _LARGE_BODY_BYTES:
+            return model.parse(body)
+        return await self.generator.encode(functools.partial(model.parse, body))
 
     async def model_name(self, wanted: str | None = None) -> str:
         """The name to answer with. Raises: HttpError 404 if `wanted` is not served here."""

@@ -146,6 +146,13 @@ class Sender:
         self._connection.close()
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            return self._post(path, body)
+        except (http.client.RemoteDisconnected, ConnectionError):  # it was idle for long: the server may close it then
+            self._connection.close()
+            return self._post(path, body)
+
+    def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         self._connection.request("POST", path, body, {"content-type": "application/json"})
         response = self._connection.getresponse()
         return response.status, response.read()
