@@ -10,6 +10,7 @@
       KVTransferError
         TransferTimeout       the transfer's own deadline passed
         PeerLost              the other side is gone or was replaced
+          WriterDead          the group that is to write is known to have died
         TransferGivenUp       one side has ended the transfer, the other goes on for a while
         Corrupted             what arrived is not what was sent
         LayoutMismatch        two groups whose KV can't be joined, or bytes that are not what was promised
@@ -92,6 +93,10 @@ class TransferTimeout(KVTransferError):
 
 class PeerLost(KVTransferError):
     grpc_status = "UNAVAILABLE"
+
+
+class WriterDead(PeerLost):
+    grpc_status = "NOT_FOUND"
 
 
 class TransferGivenUp(KVTransferError):

@@ -99,7 +99,7 @@ class Reservations:
     def reserve(self, command: Reserve, sequence: Sequence, now_s: float) -> None:
         """Allots everything and has every rank install the grant; the answer follows in `settle`.
 
-        Raises: CapacityError, LayoutMismatch, KVTransferError, PeerLost; then nothing was taken
+        Raises: CapacityError, LayoutMismatch, KVTransferError, WriterDead; then nothing was taken
         """
         check_join(geometry_from_proto(command.writer.kv), command.writer.layout.tp, self._geometry, self._template.layout.tp)
         transfer_id = sequence.transfer_id

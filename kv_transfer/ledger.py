@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from common.errors import KVTransferError, PeerLost, ServingError, TransferGivenUp, TransferTimeout
+from common.errors import KVTransferError, PeerLost, ServingError, TransferGivenUp, TransferTimeout, WriterDead
 from common.proto import types_pb2, worker_pb2
 
 _COMMITTED_REMEMBERED = 4096  # for a commit that is sent again because its answer was lost
@@ -110,9 +110,9 @@ class TransferLedger:
         return transfer.state if transfer else TransferState.FREE
 
     def reserve(self, transfer_id: int, internal_id: str, writer: types_pb2.GroupDescription, lease_s: float, now: float) -> None:
-        """Raises: KVTransferError if either id is in use, PeerLost if the writer is known dead; then nothing has changed"""
+        """Raises: KVTransferError if either id is in use, WriterDead if the writer is known dead; then nothing has changed"""
         if writer.incarnation in self._dead:
-            raise PeerLost(f"prefill group {writer.group} is dead", request_id=internal_id)
+            raise WriterDead(f"prefill group {writer.group} is dead", request_id=internal_id)
         if transfer_id in self._open or transfer_id in self._committed:
             raise KVTransferError(f"transfer {transfer_id:x} exists already")
         if internal_id in self._by_request:

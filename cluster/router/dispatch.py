@@ -24,7 +24,7 @@ from cluster.router.pools import Pools
 from cluster.router.retry_budget import RetryLimits
 from cluster.router.status import StreamLost, is_retryable
 from cluster.router.waiter import Waiter
-from common.errors import CapacityError, DeadlineError, OverloadedError, ServingError, WorkerLost
+from common.errors import CapacityError, DeadlineError, OverloadedError, ServingError, WorkerLost, WriterDead
 from common.proto import types_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -253,6 +253,10 @@ class Dispatcher:
                 return
             except CapacityError:
                 link.detach(work.internal_id)
+            except WriterDead as exc:
+                link.detach(work.internal_id)
+                prefill.lose(exc.message)
+                raise _AttemptFailed(prefill.lost or exc, (prefill,), had_begun=False) from exc
             except ServingError as exc:
                 failure = _AttemptFailed(exc, (link,), had_begun=False)
                 link.detach(work.internal_id)

@@ -19,6 +19,7 @@ from common.errors import (
     TransferTimeout,
     WorkerError,
     WorkerLost,
+    WriterDead,
 )
 
 RETRY_AFTER_KEY = "retry-after-ms"
@@ -27,6 +28,7 @@ ROUTE_KEY = "tandem-route-bin"  # initial metadata of `Generate`: a serialised R
 
 _BY_STATUS: dict[str, type[ServingError]] = {
     "RESOURCE_EXHAUSTED": CapacityError,
+    "NOT_FOUND": WriterDead,
     "UNAVAILABLE": WorkerLost,
     "ABORTED": WorkerLost,
     "CANCELLED": WorkerLost,

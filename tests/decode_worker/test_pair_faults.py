@@ -125,7 +125,7 @@ async def test_blocks_held_for_a_dead_writer_of_another_host_are_free_once_the_n
             await wait_until(decode_idle(client), 1.0, "freeing the blocks of the dead writer")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.reserve(client.work(prompt_of(9), GREEDY))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("victim_rank", [0, 1])

@@ -102,3 +102,21 @@ async def test_a_request_waits_a_moment_for_the_group_that_comes_back():
         dead = [decode.description.incarnation]
         directory.sets.put_nowait(control_pb2.GroupSet(version=3, groups=[prefill.description], dead_incarnations=dead))
         await ends_with(router.generate(request_of(), timeout=0.4), grpc.StatusCode.DEADLINE_EXCEEDED, 2.0)
+
+
+async def test_a_prefill_group_that_a_decode_group_knows_to_be_dead_is_asked_no_more():
+    """The news of a death comes to groups and routers by different ways."""
+    first, second, decode = FakePrefillGroup(group="a"), FakePrefillGroup(group="b"), FakeDecodeGroup()
+
+    async def refuse(request, context):
+        if request.writer.group == "a":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "prefill group a is dead")
+
+    decode.on_reserve = refuse
+    async with bed(first, second, decode, directory=ScriptedDirectory()) as router:
+        router.router.pools.apply(control_pb2.GroupSet(groups=[group.description for group in (first, second, decode)]))
+        await router.until_ready(3)
+        answers = await asyncio.gather(*(router.generate(request_of((i,), max_tokens=4)) for i in range(12)))
+        assert [answer.tokens[0] for answer in answers] == [tokens_of((i,), 4) for i in range(12)]
+        assert await num_healthy(router) == 1
+        assert first.calls == []
