@@ -17,8 +17,8 @@ import ray
 from benchmarks.faults.result import Result
 from benchmarks.faults.storms import following, judge_rest
 from cluster.local_ray import free_port
-from cluster.state import Process, spawn
-from tests.support.faults.bed import FaultBed, PoolPlan, fault_bed, fault_config
+from cluster.state import Process
+from tests.support.faults.bed import FaultBed, PoolPlan, fault_bed, fault_config, spawn
 from tests.support.faults.load import Clients, Shape
 from tests.support.faults.oracle import percentile
 from tests.support.faults.plan import FaultSettings

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.router.directory import ControllerDirectory
-from cluster.state import Process, spawn
+from cluster.state import Process, spawn_held
 from cluster.up import bring_up, take_down
 from common.config import Config, parse_config
-from common.process import is_known_dead
 from common.proto import control_pb2, router_pb2, router_pb2_grpc, types_pb2
 from tests.support.faults.oracle import Fault, Oracle
 from tests.support.faults.plan import FaultSettings
@@ -163,6 +162,12 @@ class FaultBed:
         return path
 
 
+def spawn(command: list[str], log: Path, env: Mapping[str, str]) -> Process:
+    held = spawn_held(command, log, env)
+    held.release()
+    return held.process
+
+
 async def serves(address: str) -> bool:
     async with grpc.aio.insecure_channel(address) as channel:
         try:
@@ -206,7 +211,3 @@ def fault_bed(folder: Path, config: Config, settings: FaultSettings, name: str =
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
-
-
-def is_gone(process: Process) -> bool:
-    return is_known_dead(types_pb2.ProcessIdentity(**process.model_dump()))
