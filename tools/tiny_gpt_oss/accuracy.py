@@ -87,7 +87,7 @@ class Sums:
 
 
 def _used_rows(shard: ShardWeights, rows: Tensor) -> ShardWeights:
-    return replace(shard, lm_head=shard.lm_head[rows].contiguous())
+    return replace(shard, lm_head=shard.lm_head[rows.to(shard.lm_head.device)].contiguous())
 
 
 def plain(checkpoint: Path, config: ModelConfig, rows: Tensor, weights: WeightFormat, dtype: torch.dtype, device: str) -> Logits:
