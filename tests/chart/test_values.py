@@ -232,19 +232,18 @@ def test_router_probes_ask_grpc_health_for_the_process_and_for_the_service(defau
 def test_frontend_is_ready_while_its_router_serves(default):
     container = default.one("Deployment", "-frontend")["spec"]["template"]["spec"]["containers"][0]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert "--router=demo-tandem-router:50051" in container["args"]
+    assert container["args"] == ["--router", "demo-tandem-router:50051"]
 
 
 @pytest.mark.parametrize("drain_s", [0, 30, 120.5, 600])
 def test_a_pod_lives_longer_than_its_drain(drain_s):
     """A kubelet that kills earlier would cut streams instead of ending them with an error."""
-    values = {"router": {"drain_s": drain_s}, "deployments": {"frontend": {"drainSeconds": int(drain_s)}}}
+    values = {"router": {"drain_s": drain_s}, "frontend": {"drain_s": drain_s}}
     rendered = render(values)
     for name in ("-router", "-frontend"):
         pod = rendered.one("Deployment", name)["spec"]["template"]["spec"]
         sleep_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert pod["terminationGracePeriodSeconds"] >= sleep_s + drain_s + 10
-    assert f"--drain-s={int(drain_s)}" in rendered.one("Deployment", "-frontend")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert yaml.safe_load(rendered.config)["router"]["drain_s"] == drain_s
     assert worker_of(rendered)["terminationGracePeriodSeconds"] >= drain_s + 30
 
@@ -261,6 +260,12 @@ def test_services_take_type_port_and_annotations():
     assert router["spec"]["type"] == "LoadBalancer"
     assert router["metadata"]["annotations"] == {"lb": "internal"}
     assert {port["name"]: port["port"] for port in router["spec"]["ports"]}["grpc"] == 443
+
+
+def test_chat_over_grpc_has_a_port_where_it_is_configured(default):
+    rendered = render({"frontend": {"grpc_listen": "0.0.0.0:8001"}})
+    assert "chat" in {port["name"] for port in rendered.one("Service", "-frontend")["spec"]["ports"]}
+    assert "chat" not in {port["name"] for port in default.one("Service", "-frontend")["spec"]["ports"]}
 
 
 def test_no_frontend_where_none_is_wanted():
@@ -355,6 +360,44 @@ def test_tls_may_come_from_cert_manager_or_a_secret():
     assert not any(d["metadata"]["name"].endswith("-tls") for d in rendered if d["kind"] == "Secret")
     mine = render({"secrets": {"tls": {"enabled": True, "existingSecret": "mine"}}})
     assert any(v.get("secret", {}).get("secretName") == "mine" for v in worker_of(mine)["volumes"])
+
+
+def test_tls_and_tokens_stand_in_the_configuration_that_every_process_reads():
+    config = yaml.safe_load(render({"secrets": {"tls": {"enabled": True, "mutual": "all"}, "tokens": {"enabled": True}}}).config)
+    folder = "/etc/tandem/tls"
+    assert config["security"]["tls"] == {
+        "ca_file": f"{folder}/ca.crt", "cert_file": f"{folder}/tls.crt", "key_file": f"{folder}/tls.key",
+        "mutual": "all", "peer_name": "demo-tandem",
+    }  # fmt: skip
+    assert config["security"]["tokens_file"] == "/etc/tandem/tokens/tokens.yaml"
+    assert (config["frontend"]["https"], config["frontend"]["token_file"]) == (True, "/etc/tandem/tokens/client")
+    own = {"security": {"tls": {"ca_file": "/a", "cert_file": "/b", "key_file": "/c"}}}
+    assert yaml.safe_load(render(own).config)["security"] == own["security"]
+
+
+def test_made_tokens_are_what_the_loader_of_tokens_reads(tmp_path):
+    from common.access import Role, Tokens
+    from common.keyring import Keyring
+
+    data = render({"secrets": {"tokens": {"enabled": True}}}).one("Secret", "-tokens")["data"]
+    (tmp_path / "tokens.yaml").write_bytes(base64.b64decode(data["tokens.yaml"]))
+    tokens = Tokens(tmp_path / "tokens.yaml", Keyring([b"k" * 32]))
+    for name, role in (("client", Role.CLIENT), ("operator", Role.OPERATOR)):
+        assert tokens.role_of(f"Bearer {base64.b64decode(data[name]).decode()}") == role
+
+
+def test_a_made_transfer_key_is_what_the_loader_of_keys_reads(default, tmp_path):
+    from common.keyring import Keyring
+
+    (tmp_path / "key").write_bytes(base64.b64decode(default.one("Secret", "-transfer")["data"]["key"]))
+    assert len(Keyring.of_file(tmp_path / "key").current()) == 64
+
+
+def test_with_tls_the_routers_own_command_asks_for_its_health():
+    pod = render({"secrets": {"tls": {"enabled": True}}}).one("Deployment", "-router")["spec"]["template"]["spec"]
+    ask = ["tandem", "probe", "--config", "/etc/tandem/config/config.yaml"]
+    assert pod["containers"][0]["livenessProbe"]["exec"]["command"] == ask
+    assert pod["containers"][0]["readinessProbe"]["exec"]["command"] == [*ask, "--ready"]
 
 
 # -- RayService, monitoring, notes ----------------------------------------------------------------------------------------------------

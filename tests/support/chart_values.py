@@ -25,6 +25,7 @@ def generated_values(seed: int) -> dict[str, Any]:
         "kv": {"block_size": rng.choice([16, 32, 64]), "transport": rng.choice(["auto", "tcp", "nixl"])},
         "router": {"drain_s": rng.choice([0, 30, 120.5, 600]), "objective": {"latency_weight": rng.random()}},
         "autoscale": {"gpu_budget": gpus + rng.randint(1, 16)},
+        "frontend": {"model_names": ["gpt", "oss"][: seed % 3], "grpc_listen": rng.choice([None, "0.0.0.0:8001"])},
         "cluster": {"device": "cpu" if on_cpu else "cuda"},
         "image": {"repository": "registry.example/ai/tandem", "tag": f"0.{seed}.0"},
         "imagePullSecrets": rng.choice([[], [{"name": "pull"}]]),
@@ -51,7 +52,6 @@ def generated_values(seed: int) -> dict[str, Any]:
             "frontend": {
                 "enabled": rng.random() < 0.7,
                 "apiKeysSecret": rng.choice(["", "keys"]),
-                "modelNames": ["gpt", "oss"][: seed % 3],
             },
         },
         "serviceAccount": {"create": rng.random() < 0.8, "name": rng.choice(["", "own"])},

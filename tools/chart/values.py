@@ -185,8 +185,6 @@ class Deployment(Pod):
 
 class Frontend(Deployment):
     enabled: bool
-    drain_seconds: Seconds
-    model_names: list[str] = Field(description="names that requests may give; empty = the router's")
     api_keys_secret: str = Field(description="Secret with the key keys.yaml; empty = open to whoever reaches the port")
 
 

@@ -1,3 +1,3 @@
 {{- define "tandem.configKeys" -}}
-["model", "pools", "prices", "kv", "router", "autoscale", "cluster", "security", "metrics"]
+["model", "pools", "prices", "kv", "router", "autoscale", "cluster", "security", "metrics", "frontend", "tracing"]
 {{- end -}}

@@ -5,6 +5,11 @@
 {{- range include "tandem.configKeys" . | fromJsonArray -}}
 {{- if hasKey $.Values . }}{{ $_ := set $tree . (index $.Values .) }}{{ end -}}
 {{- end -}}
+{{- $pools := list -}}
+{{- range .Values.pools -}}
+{{- $pools = append $pools (merge (dict "node_labels" (include "tandem.nodeLabels" . | fromYaml)) .) -}}
+{{- end -}}
+{{- $_ := set $tree "pools" $pools -}}
 {{- $security := deepCopy (get $tree "security" | default dict) -}}
 {{- if and .Values.secrets.tls.enabled (not $security.tls) -}}
 {{- $folder := "/etc/tandem/tls" -}}
@@ -14,8 +19,18 @@
 {{- if and .Values.secrets.tokens.enabled (not $security.tokens_file) -}}
 {{- $_ := set $security "tokens_file" "/etc/tandem/tokens/tokens.yaml" -}}
 {{- end -}}
+{{- $frontend := deepCopy .Values.frontend -}}
+{{- if .Values.secrets.tls.enabled }}{{ $_ := set $frontend "https" (dig "https" true $frontend) }}{{ end -}}
+{{- if .Values.secrets.tokens.enabled }}{{ $_ := set $frontend "token_file" (dig "token_file" "/etc/tandem/tokens/client" $frontend) }}{{ end -}}
+{{- if .Values.deployments.frontend.apiKeysSecret }}{{ $_ := set $frontend "keys_file" (dig "keys_file" "/etc/tandem/api-keys/keys.yaml" $frontend) }}{{ end -}}
+{{- $_ := set $tree "frontend" $frontend -}}
 {{- if $security }}{{ $_ := set $tree "security" $security }}{{ end -}}
 {{- toYaml $tree -}}
+{{- end -}}
+
+{{/* Ray labels that a pool's pods carry and its groups ask for. */}}
+{{- define "tandem.nodeLabels" -}}
+{{- toYaml (merge (dict "tandem.dev/pool" .name) (.node_labels | default dict)) -}}
 {{- end -}}
 
 {{/* What the schema can't say. Each message names the key. */}}
@@ -44,7 +59,8 @@
 {{- range list "controller_port" "router_port" "group_port" -}}
 {{- if not (index $.Values.metrics .) }}{{ fail (printf "metrics.%s: scrapers need a fixed port" .) }}{{ end -}}
 {{- end -}}
-{{- range list (list "router.listen" .Values.router.listen) (list "cluster.controller_listen" .Values.cluster.controller_listen) -}}
+{{- if not .Values.frontend.metrics_port }}{{ fail "frontend.metrics_port: scrapers need a fixed port" }}{{ end -}}
+{{- range list (list "router.listen" .Values.router.listen) (list "frontend.listen" (.Values.frontend.listen | default "")) (list "cluster.controller_listen" .Values.cluster.controller_listen) -}}
 {{- if not (regexMatch "^(0\\.0\\.0\\.0|\\[::\\]):[1-9][0-9]*$" (last .)) }}{{ fail (printf "%s: %s; other pods call it: give 0.0.0.0 and a fixed port" (first .) (last .)) }}{{ end -}}
 {{- end -}}
 {{- if not (hasPrefix (printf "%s/" (trimSuffix "/" .Values.weights.mountPath)) .Values.model.path) }}{{ fail (printf "model.path: %s does not lie in weights.mountPath (%s)" .Values.model.path .Values.weights.mountPath) }}{{ end -}}

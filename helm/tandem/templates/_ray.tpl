@@ -122,8 +122,7 @@ maxReplicas: {{ $max }}
 {{- if and .root.Values.head.enableInTreeAutoscaling .pod.idleTimeoutSeconds }}
 idleTimeoutSeconds: {{ .pod.idleTimeoutSeconds }}
 {{- end }}
-labels:
-  tandem.dev/pool: {{ .pool.name }}
+labels: {{- include "tandem.nodeLabels" .pool | nindent 2 }}
 rayStartParams: {{- toYaml (mergeOverwrite $params (.pod.rayStartParams | default dict)) | nindent 2 }}
 template:
   metadata:
