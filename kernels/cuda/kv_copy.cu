@@ -5,10 +5,7 @@
 // sides. One warp moves one tile at a time, 16 bytes per lane and access. The digest is that of kernels/digest.py.
 #include "primitives.cuh"
 
-namespace {
-constexpr int THREADS = 512;
 constexpr int MAX_SEGMENTS = 32;
-constexpr int AHEAD = 4;  // vectors that a lane has in flight
 
 struct Segment {
   const unsigned char* source;  // of the first head's K in block 0
@@ -29,6 +26,10 @@ struct Plan {
   int64_t source_kv_bytes, target_kv_bytes;  // from K to V of a block; a block is twice that
   int32_t num_segments, num_tiles, num_heads, block_size, row_bytes, model_heads;
 };
+
+namespace {
+constexpr int THREADS = 512;
+constexpr int AHEAD = 4;  // vectors that a lane has in flight
 
 // Lanes of one row, neighbours, add up; all of them get the sum.
 __device__ __forceinline__ uint64_t row_sum(uint64_t x, int lanes) {
