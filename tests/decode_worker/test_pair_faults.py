@@ -165,6 +165,27 @@ async def test_decode_group_that_stalls_before_the_commit_fails_the_hand_over_at
             assert (await client.generate(prompt_of(40), GREEDY)).tokens == expected_tokens(prompt_of(40), 20)
 
 
+async def test_a_prefill_group_lives_on_whatever_its_decode_peer_does():
+    """Its liveness depends on no peer: while one stands still in the middle of a transfer it answers, and serves other pairs."""
+    with running(prefill_spec(lease_s=5.0), decode_spec(lease_s=5.0), decode_spec(lease_s=5.0), build=SLOW) as (prefill, stalled, other):
+        async with PairClient(prefill, stalled) as client, PairClient(prefill, other) as second:
+            doomed = asyncio.create_task(client.generate(prompt_of(300), GREEDY))
+
+            async def started() -> bool:
+                return any(answer.events for answer in client.answers.values())
+
+            await wait_until(started, within(5.0), "the prefill")
+            stalled.kill(sig=signal.SIGSTOP)
+            for seed in range(3):
+                asked = time.monotonic()
+                await client.prefill.GetLoad(worker_pb2.LoadRequest())
+                assert time.monotonic() - asked < within(0.5)
+                assert (await second.generate(prompt_of(40, seed), GREEDY)).tokens == expected_tokens(prompt_of(40, seed), 20)
+            stalled.kill(sig=signal.SIGCONT)
+            await asyncio.wait([doomed])
+            await second.wait_idle(within(3.0))
+
+
 async def test_commit_that_waits_for_a_slow_decode_group_is_not_lost():
     """Report P11: the prefill is ready long before the decode group gets to admit the request."""
     with running(prefill_spec(lease_s=3.0), decode_spec(lease_s=3.0), build=SLOW) as (prefill, decode):

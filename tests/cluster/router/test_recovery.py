@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import grpc
 import pytest
 
+from cluster.router.directory import StaticDirectory
 from cluster.router.dispatch import DispatchSettings
 from cluster.router.retry_budget import RetryBudget, RetryLimits
-from common.proto import control_pb2, router_pb2
+from common.proto import control_pb2, router_pb2, router_pb2_grpc
 from tests.cluster.router.test_faults import ScriptedDirectory, abort_with, ends_with, hang
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup, tokens_of
-from tests.support.router_bed import Bed, bed, request_of, until
+from tests.support.router_bed import Bed, bed, make_router, request_of, until
 
 
 def test_a_budget_is_the_burst_and_then_a_share_of_the_requests():
@@ -29,6 +31,11 @@ def test_a_budget_is_the_burst_and_then_a_share_of_the_requests():
 async def num_healthy(router: Bed) -> int:
     loads = await router.stub.GetLoads(router_pb2.GetLoadsRequest())
     return sum(group.healthy for group in loads.groups if group.description.pool == "prefill")
+
+
+async def sees_running(router: Bed, count: int) -> bool:
+    loads = await router.stub.GetLoads(router_pb2.GetLoadsRequest())
+    return sum(group.load.running for group in loads.groups if group.description.pool == "decode") == count
 
 
 @pytest.mark.parametrize(("groups", "spared"), [(1, 1), (2, 1), (3, 2), (4, 2)])
@@ -120,3 +127,29 @@ async def test_a_prefill_group_that_a_decode_group_knows_to_be_dead_is_asked_no_
         assert [answer.tokens[0] for answer in answers] == [tokens_of((i,), 4) for i in range(12)]
         assert await num_healthy(router) == 1
         assert first.calls == []
+
+
+async def test_two_routers_share_the_groups_and_the_end_of_one_is_nothing_to_the_other():
+    """Nothing but the pools is shared: ids never meet, load that the other one brings is seen, its streams end alone."""
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup(step_ms=10)
+    async with bed(prefill, decode) as first:
+        router = make_router(router_id="router-second")
+        follow = asyncio.create_task(router.pools.follow(StaticDirectory([prefill.address, decode.address])))
+        address = await router.server.start("127.0.0.1:0")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            second = Bed(router, address, channel, stub)
+            await second.until_ready(2)
+            mine = [asyncio.create_task(first.generate(request_of((i, 1), max_tokens=80))) for i in range(5)]
+            theirs = [asyncio.create_task(second.generate(request_of((i, 2), max_tokens=4000))) for i in range(5)]
+            await until(lambda: len(decode.running) == 10)
+            await until(functools.partial(sees_running, first, 10))
+            await router.server.drain(0)
+            follow.cancel()
+            await asyncio.gather(follow, return_exceptions=True)
+            await router.pools.close()
+            for ended in await asyncio.gather(*theirs, return_exceptions=True):
+                assert ended.code() is grpc.StatusCode.UNAVAILABLE
+            answers = await asyncio.gather(*mine)
+        assert [answer.tokens[0] for answer in answers] == [tokens_of((i, 1), 80) for i in range(5)]
+        assert [answer.completes[0].route.attempts for answer in answers] == [1] * 5
