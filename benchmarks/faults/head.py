@@ -41,11 +41,14 @@ class RayCluster:
         self.address = f"127.0.0.1:{free_port()}"
         port = free_port()
         self._env = {**os.environ, **environment, "RAY_REDIS_ADDRESS": f"127.0.0.1:{port}", "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}
+        self._processes: list[Process] = []
         self._redis = spawn(
             [redis, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)], folder / "redis.log", self._env
         )
+
+    def start(self) -> None:
         self.head = self._start_head()
-        self._node = self._start("node", ["--address", self.address, "--num-cpus=16"])
+        self._start("node", ["--address", self.address, "--num-cpus=16"])
 
     def _start_head(self) -> Process:
         return self._start("head", ["--head", f"--port={self.address.rpartition(':')[2]}", "--num-cpus=0", "--include-dashboard=false"])
@@ -57,6 +60,7 @@ class RayCluster:
         if name == "head":
             command.append(f"--temp-dir={self._folder / 'ray'}")
         process = spawn(command, log, self._env)
+        self._processes.append(process)
         deadline = time.monotonic() + START_S
         while b"will now block forever" not in log.read_bytes():
             if process.is_dead() or time.monotonic() > deadline:
@@ -75,8 +79,8 @@ class RayCluster:
         self.head = self._start_head()
 
     def stop(self) -> None:
-        for process in (self._node, self.head):
-            for pid in descendants(process.pid):
+        for process in self._processes:
+            for pid in descendants(process.pid) if not process.is_dead() else []:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.stop(5)
@@ -102,6 +106,7 @@ def descendants(pid: int) -> list[int]:
 def ray_cluster(folder: Path, settings: FaultSettings) -> Iterator[RayCluster]:
     cluster = RayCluster(folder, {**HOOK, **settings.to_environment(), "PYTHONPATH": str(Path(__file__).parents[2])})
     try:
+        cluster.start()
         yield cluster
     finally:
         cluster.stop()
