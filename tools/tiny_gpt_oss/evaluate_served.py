@@ -20,7 +20,6 @@ from tools.tiny_gpt_oss.shards import Example, read_examples
 from tools.tiny_gpt_oss.vocabulary import Vocabulary
 
 SPARE_TOKENS = 24
-AT_ONCE = 32
 TIMEOUT_S = 600
 
 
@@ -35,9 +34,9 @@ def pick(examples: list[Example], per_task: int) -> list[Example]:
     return chosen
 
 
-async def ask_all(router: str, examples: list[Example]) -> list[list[int]]:
+async def ask_all(router: str, examples: list[Example], at_once: int) -> list[list[int]]:
     """Output tokens of each example, in order. Raises: grpc.aio.AioRpcError as soon as one fails."""
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(at_once)
     async with grpc.aio.insecure_channel(router) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         with Progress() as bar:
@@ -89,6 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON; tables of other names in it are kept")
     parser.add_argument("--name", required=True, help="name of this table, e.g. served_mxfp4")
     parser.add_argument("--per-task", type=int, default=100)
+    parser.add_argument("--at-once", type=int, default=32, help="requests under way")
     parser.add_argument("--task", action="append", help="only these tasks; may be given several times")
     parser.add_argument("--reference", type=Path, help="checkpoint folder to compare with transformers on")
     given = parser.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
     examples = pick(read_examples(given.data / "examples.jsonl.xz"), given.per_task)
     if given.task:
         examples = [example for example in examples if example.task in given.task]
-    outputs = asyncio.run(ask_all(given.router, examples))
+    outputs = asyncio.run(ask_all(given.router, examples, given.at_once))
     table = tabulate(grade_all(examples, outputs, vocabulary))
     if given.reference is not None:
         table["same_token_as_transformers"] = agreement(given.reference, examples, outputs)

@@ -1,6 +1,7 @@
-"""Fills the figures of the model card from a run's results.json: `python -m tools.tiny_gpt_oss.model_card RESULTS`.
+"""Fills the figures of the model card from results.json files: `python -m tools.tiny_gpt_oss.model_card RESULTS ...`.
 
-Rewrites what lies between the two marks of README.md and nothing else, so that no figure is typed by hand.
+Rewrites what lies between the two marks of README.md and nothing else, so that no figure is typed by hand. Without arguments it takes the
+shipped model's own: of its training run, and of the local cluster that served it (`evaluate_served`).
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 from tools.tiny_gpt_oss.sample import DataError
 
 README = Path(__file__).with_name("README.md")
+RESULTS = tuple(Path(__file__).parent / "results" / name for name in ("training.json", "served.json"))
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
@@ -20,19 +22,21 @@ def figures(results: dict) -> str:
     lines = [f"- {name.replace('_', ' ')}: {_plain(facts[name])}" for name in shown if name in facts]
     names = list(tables)
     lines += ["", f"| held-out, greedy | goal | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    for metric in tables[names[0]]:
+    for metric in dict.fromkeys(metric for table in tables.values() for metric in table):
         goal = f"{goals[metric]:.1%}" if metric in goals else ""
-        cells = (f"{tables[name][metric]['share']:.2%} of {tables[name][metric]['total']}" for name in names)
+        rows = (tables[name].get(metric) for name in names)
+        cells = (f"{row['share']:.2%} of {row['total']}" if row else "" for row in rows)
         lines.append(f"| {metric.replace('_', ' ')} | {goal} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def fill(card: str, results: dict) -> str:
+def fill(card: str, *results: dict) -> str:
+    """Every result's facts and table, one after the other. Raises: DataError if the card has no place for them"""
     head, begin, rest = card.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise DataError(f"the model card has no {BEGIN} ... {END}")
-    return f"{head}{BEGIN}\n{figures(results)}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{chr(10).join(figures(result) + chr(10) for result in results)}{END}{tail}"
 
 
 def _plain(value: object) -> str:
@@ -43,9 +47,9 @@ def _plain(value: object) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    results = json.loads(parser.parse_args().results.read_text())
-    README.write_text(fill(README.read_text(), results))
+    parser.add_argument("results", type=Path, nargs="*", default=RESULTS)
+    results = [json.loads(path.read_text()) for path in parser.parse_args().results]
+    README.write_text(fill(README.read_text(), *results))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Training packs and learns; the smoke size runs from data to a checkpoint that transformers agrees with."""
 
+import json
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tools.tiny_gpt_oss.model_card import fill
+from tools.tiny_gpt_oss.model_card import README, RESULTS, fill
 from tools.tiny_gpt_oss.packing import packed_rows
 from tools.tiny_gpt_oss.shards import IGNORED, TARGET, TokenDocs
 from tools.tiny_gpt_oss.smoke import PACKED_FILE, run_smoke
@@ -43,11 +44,18 @@ def test_model_card_gets_the_figures() -> None:
         "goals": {"arithmetic": 0.97},
         "tables": {"mxfp4": {"arithmetic": {"right": 1, "total": 2, "share": 0.5}}},
     }
-    card = fill("a <!-- figures: begin -->old<!-- figures: end --> z", results)
+    served = {"facts": {}, "goals": {}, "tables": {"served": {"text": {"right": 3, "total": 4, "share": 0.75}}, "other": {}}}
+    card = fill("a <!-- figures: begin -->old<!-- figures: end --> z", results, served)
+    assert "| text |  | 75.00% of 4 |  |" in card
     assert "50.00% of 2" in card
     assert "1,234" in card
     assert "old" not in card
     assert card.endswith(" z")
+
+
+def test_the_card_shows_what_the_results_say() -> None:
+    card = README.read_text()
+    assert fill(card, *(json.loads(path.read_text()) for path in RESULTS)) == card
 
 
 @pytest.mark.slow
