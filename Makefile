@@ -1,6 +1,7 @@
 # Two commands do everything: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST_OPTIONS :=
 
 .PHONY: demo test test-strict test-fast lint format proto clean
 
@@ -14,7 +15,7 @@ demo: .venv/ready  ## a local cluster with real pools, transfer and gRPC; three 
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready  ## the whole suite; tests that need hardware skip themselves with the reason
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS)
 
 test-strict: .venv/ready  ## the whole suite with every time bound as written; for a quiet machine
 	TANDEM_TEST_PATIENCE=1 $(BIN)/python -m pytest -q
