@@ -21,6 +21,7 @@ from cluster.goals import Goals
 from cluster.operations import NEEDS, Operations
 from cluster.rank_actor import RankActor
 from cluster.reconcile import Drain, PoolGoal, plan_next
+from cluster.scaling import Scaling
 from common.access import Role
 from common.config import Config
 from common.errors import ConfigError
@@ -48,7 +49,8 @@ class Controller:
         self._metrics = ControllerMetrics(self._goals.config)
         self._fleet = Fleet(namespace, device, actor_class, self._metrics, self._changes.note)
         self._key = key
-        self._operations = Operations(self._goals, self._fleet, self._changes, self._metrics)
+        self._scaling = Scaling(self._goals, self._fleet, self._metrics, self._changes.note)
+        self._operations = Operations(self._goals, self._fleet, self._scaling, self._changes, self._metrics)
         self._started: asyncio.Task[dict[str, str]] | None = None
         if self._is_again:
             logger.warning("the controller was started again")
@@ -139,6 +141,7 @@ class Controller:
     async def _reconcile_forever(self) -> None:
         while True:
             seen = self._changes.version
+            self._scaling.turn(asyncio.get_running_loop().time())
             self._reconcile()
             await self._changes.wait(seen, TURN_S)
 

@@ -32,6 +32,7 @@ class PoolSpec:
     capacity_tokens: int = 0
     max_model_len: int = 131072
     kv: KVGeometry | None = None
+    kv_version: str = ""  # of checkpoint and KV format: only equal ones exchange KV
 
     @property
     def gpus(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from cluster.controller_metrics import ControllerMetrics
@@ -95,6 +95,10 @@ class Fleet:
             )
             for group in self.groups.values()
         ]
+
+    def ready(self) -> Counter[str]:
+        """Groups that serve, by pool."""
+        return Counter(group.spec.pool for group in self.groups.values() if group.phase is Phase.READY)
 
     def may_start(self, pool: str) -> bool:
         return time.monotonic() >= self._not_before.get(pool, 0.0)

@@ -15,6 +15,7 @@ from cluster.controller_metrics import ControllerMetrics, Target, group_target
 from cluster.fleet import Fleet
 from cluster.goals import Goals
 from cluster.reconcile import Phase
+from cluster.scaling import Scaling
 from common.access import Role
 from common.config import Config, parse_config
 from common.errors import ConfigError, ServingError
@@ -31,10 +32,11 @@ FIXED_KEYS = ("ray_address", "controller_listen", "device", "key_file")  # of `c
 class Operations(control_pb2_grpc.DirectoryServicer):
     """`metrics_address`: of the controller's own metrics, set once they are served."""
 
-    def __init__(self, goals: Goals, fleet: Fleet, changes: Changes, metrics: ControllerMetrics):
+    def __init__(self, goals: Goals, fleet: Fleet, scaling: Scaling, changes: Changes, metrics: ControllerMetrics):
         self.metrics_address = ""
         self._goals = goals
         self._fleet = fleet
+        self._scaling = scaling
         self._changes = changes
         self._metrics = metrics
         self._routers: dict[str, str] = {}  # router id -> host:port of its metrics, while it watches
@@ -69,6 +71,7 @@ class Operations(control_pb2_grpc.DirectoryServicer):
                 seen = self._changes.version
                 group_set = self._fleet.listed()
                 group_set.version = seen
+                group_set.waking.extend(self._scaling.waking())
                 yield group_set
                 await self._changes.wait(seen, WATCH_S)
         finally:
@@ -91,6 +94,7 @@ class Operations(control_pb2_grpc.DirectoryServicer):
                 )
                 for name, group in fleet.groups.items()
             ],
+            changes=self._scaling.changes,
             gpus_held=sum(group.spec.tp for group in fleet.groups.values()),
             gpu_budget=goals.config.autoscale.gpu_budget,
             waits_for=self._waits_for,
@@ -137,6 +141,10 @@ class Operations(control_pb2_grpc.DirectoryServicer):
         logger.info("rollout: %d of %d groups are to be replaced", len(stale), len(self._fleet.groups))
         self._changes.note()
         return control_pb2.RolloutReply(groups=stale)
+
+    async def Report(self, request, context):
+        self._scaling.report(request)
+        return control_pb2.LoadReportReply()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,11 @@ class DecodeLink(GroupLink):
         if self.book.detach(internal_id):
             self._on_change()
 
+    @property
+    def own_sequences(self) -> int:
+        """Requests of this router that run here or are on the way."""
+        return len(self._sinks)
+
     def abort(self, internal_id: str, reason: str) -> None:
         """Asks the group to end a request, without waiting. A lost group needs no asking: its lease on us runs out."""
         self._aborted[internal_id] = None

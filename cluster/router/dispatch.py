@@ -140,6 +140,8 @@ class Dispatcher:
             finish = await attempt.run(place.reservation)
             place.is_finished = True
         except ServingError as exc:
+            if job.tokens:
+                job.kv_version = place.prefill.description.kv_version
             if len(job.tokens) < job.max_tokens:
                 raise _AttemptFailed(exc, attempt.suspects, had_begun=attempt.has_begun) from exc
             # All tokens are out; only the word that it was the last is lost.
@@ -161,7 +163,7 @@ class Dispatcher:
         until_s = min(job.deadline_s, since_s + self._settings.max_wait_s)
         again = job.attempts > 1
         while True:
-            decision, avoid = await self._decide_patiently(job, shunned, min(until_s, since_s + self._settings.retry.patience_s))
+            decision, avoid = await self._decide_patiently(job, shunned, until_s)
             place = self._enqueue(job, decision, until_s, avoid, again)
             try:
                 async with asyncio.timeout_at(until_s):
@@ -180,31 +182,35 @@ class Dispatcher:
             again = True
 
     async def _decide_patiently(self, job: Job, shunned: _Shunned, until_s: float) -> tuple[Decision, frozenset[int]]:
-        """As `_decide_without`; while no pair has a healthy group, one may be about to appear."""
+        """As `_decide_without`; while no pair has a healthy group, one may be about to appear: soon, or when a sleeping pool has woken."""
+        patient_s = min(until_s, self._now() + self._settings.retry.patience_s)
         while True:
             try:
                 return self._decide_without(job, shunned)
             except WorkerLost:
-                if self._now() >= until_s:
+                give_up_s = until_s if self.pools.may_wake() else patient_s
+                if self._now() >= give_up_s:
                     raise
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until_s):
+            with contextlib.suppress(TimeoutError), self.pools.asking():
+                async with asyncio.timeout_at(give_up_s):
                     await self.pools.wait_for_change()
 
     def _decide_without(self, job: Job, shunned: _Shunned) -> tuple[Decision, frozenset[int]]:
         """Leaves out the groups that failed or refused the job; if that leaves nobody, those that failed get another chance: the fault may
         have been a peer's. Returns: the decision, and the incarnations it left out"""
+        out = shunned.refused | self.pools.of_other_versions(job.kv_version)
         try:
-            return self.decide(job, shunned.failed | shunned.refused), shunned.failed | shunned.refused
+            return self.decide(job, shunned.failed | out), shunned.failed | out
         except WorkerLost:
             if not shunned.failed:
                 raise
-            return self.decide(job, shunned.refused), shunned.refused
+            return self.decide(job, out), out
 
     def _enqueue(self, job: Job, decision: Decision, until_s: float, avoid: frozenset[int], again: bool) -> _Placement:
         pool = self.pools.set.prefill[decision.prefill_pool.name]
         decode_pool = self.pools.set.decode[decision.decode_pool.name] if decision.decode_pool is not None else None
         if not again:
+            pool.arrived_ms += decision.prefill_ms
             for asked in (pool, decode_pool):
                 if asked is not None:
                     asked.retries.note_request()

@@ -36,7 +36,8 @@ class Stamps:
 class Job:
     """`number`: unique in this router; `index`: which of n; `sampling`: complete, this choice's own seed in it.
 
-    `delivered`: counts the tokens of all jobs."""
+    `delivered`: counts the tokens of all jobs; `kv_version`: of the checkpoint that the first tokens came from, once an attempt has failed
+    after them: a stream is never continued by another model."""
 
     request: Request
     number: int
@@ -48,6 +49,7 @@ class Job:
     delivered: Value
     traceparent: str = ""
     attempts: int = 0
+    kv_version: str = ""
     tokens: list[int] = field(default_factory=list)
 
     @property

@@ -18,6 +18,7 @@ from cluster.router.directory import ControllerDirectory, Directory
 from cluster.router.dispatch import Dispatcher, DispatchSettings
 from cluster.router.generate import Generator
 from cluster.router.groups import Liveness
+from cluster.router.load_report import report_forever
 from cluster.router.pools import Pools
 from cluster.router.queue import QueueLimits
 from cluster.router.retry_budget import RetryLimits
@@ -71,9 +72,13 @@ async def serve(config: Config, controller_address: str, ready: Callable[[str], 
     host, _, _ = config.router.listen.rpartition(":")
     metrics_address = await exporter.start(config.metrics.host, config.metrics.router_port, own_host(host))
     directory = ControllerDirectory(controller_address, router.pools.router_id, metrics_address, wire)
+    targets = {pool.name: pool.replicas.target_itl_ms for pool in config.pools if pool.replicas.target_itl_ms is not None}
+    reporting = asyncio.create_task(report_forever(router.pools, targets, controller_address, wire))
     try:
         await run_until_stopped(router, directory, config.router.listen, ready, config.router.drain_s)
     finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
         await exporter.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

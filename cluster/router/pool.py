@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.correction import Correction, Delay, SizeCorrection
 from cluster.cost_model import PoolSpec, PreparedPool, prepare_decode, prepare_prefill
@@ -126,6 +126,10 @@ class Pool(Generic[Link]):
         self.prepared = self._prepare(profile, spec)
         return True
 
+    def rename(self, name: str) -> None:
+        self.spec = replace(self.spec, name=name)
+        self.prepared = replace(self.prepared, spec=self.spec)
+
     def exclusion(self, num_links: int) -> Exclusion | None:
         """Why none of the groups that are left can be chosen, if so."""
         if not self.is_open:
@@ -149,6 +153,7 @@ class PrefillPool(Pool[PrefillT]):
         self.queue = PrefillQueue(limits)
         self.correction = SizeCorrection()
         self.dispatch = Delay()
+        self.arrived_ms = 0.0  # predicted prefill time of all that chose this pool
 
     _prepare = staticmethod(prepare_prefill)
 
@@ -282,6 +287,35 @@ class PoolSet:
     def find(self, name: str) -> Pool | None:
         return self.prefill.get(name) or self.decode.get(name)
 
+    def pool_for(self, role: types_pb2.Role, spec: PoolSpec) -> Pool | None:
+        """The pool of this name whose groups can be alike: same KV version, or no group yet."""
+        mine = [pool for name, pool in self.of_role(role).items() if base_name(name) == spec.name]
+        alike = [pool for pool in mine if pool.links and pool.spec.kv_version == spec.kv_version]
+        return next(iter([*alike, *(pool for pool in mine if not pool.links)]), None)
+
+    def variant_of(self, role: types_pb2.Role, spec: PoolSpec) -> PoolSpec:
+        """The spec under a name that is free: NAME, or NAME@VERSION beside groups of another KV version, while one replaces the other."""
+        return replace(spec, name=f"{spec.name}@{spec.kv_version}") if spec.name in self.of_role(role) else spec
+
+    def settle(self) -> None:
+        """Once one of two versions of a pool has no group any more, the other bears the name alone."""
+        self._settle(self.prefill)
+        self._settle(self.decode)
+
+    def _settle(self, pools: dict[str, Any]) -> None:
+        for name in [name for name in pools if name != base_name(name)]:
+            base, variant = pools[base_name(name)], pools[name]
+            stays, goes = (base, variant) if base.links else (variant, base)
+            if goes.links or (isinstance(goes, PrefillPool) and goes.queue):
+                continue
+            if isinstance(goes, PrefillPool):
+                stays.arrived_ms += goes.arrived_ms
+            stays.rename(base.spec.name)
+            stays.set_state(base.state)
+            del pools[name]
+            pools[base_name(name)] = stays
+            self.changed()
+
     def add(self, role: types_pb2.Role, spec: PoolSpec, profile: Profile, limits: QueueLimits, retry: RetryLimits = DEFAULT_RETRY) -> Pool:
         pool: Pool
         retries = RetryBudget(retry.ratio, retry.burst)
@@ -299,6 +333,9 @@ class PoolSet:
         for prefill in self.prefill.values():
             for decode in self.decode.values():
                 src, dst = prefill.spec, decode.spec
+                if src.kv_version != dst.kv_version and src.kv_version and dst.kv_version:
+                    self.not_joinable[src.name, dst.name] = f"KV versions differ: {src.kv_version}, {dst.kv_version}"
+                    continue
                 if src.kv is None or dst.kv is None:
                     continue
                 try:
@@ -318,7 +355,13 @@ def spec_of(description: types_pb2.GroupDescription, usd_per_gpu_hour: float) ->
         capacity_tokens=description.capacity_tokens,
         max_model_len=description.max_model_len or 131072,
         kv=_geometry(description.kv.SerializeToString(deterministic=True)),
+        kv_version=description.kv_version,
     )
+
+
+def base_name(name: str) -> str:
+    """Of a pool, without the version that `variant_of` adds. Names in a configuration are DNS labels, so they have no `@`."""
+    return name.partition("@")[0]
 
 
 @functools.cache

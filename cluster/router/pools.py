@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from cluster.cost_model import PoolSpec
 from cluster.profile import Profile
@@ -49,6 +50,9 @@ class Pools:
         self._liveness = liveness
         self._retry = retry
         self._health_changed = asyncio.Event()
+        self._waking: frozenset[types_pb2.Role] = frozenset()
+        self._sleepers = 0
+        self._has_sleeper = asyncio.Event()
         self._usd_per_gpu_hour = usd_per_gpu_hour
         self._pump_due = False
         self._closing: set[asyncio.Task] = set()
@@ -65,6 +69,7 @@ class Pools:
 
     def apply(self, group_set: control_pb2.GroupSet) -> None:
         dead = set(group_set.dead_incarnations)
+        self._waking = frozenset(group_set.waking)
         listed = {group.group: group for group in group_set.groups if group.incarnation not in dead}
         for pool in self.set.all():
             for name, link in list(pool.links.items()):
@@ -78,10 +83,11 @@ class Pools:
                     self._close(link)
                 else:
                     pool.refresh(link)
+        known = {name for pool in self.set.all() for name in pool.links}
         for description in listed.values():
-            known = self.set.of_role(description.role).get(description.pool)
-            if known is None or description.group not in known.links:
+            if description.group not in known:
                 self._add_link(description)
+        self.set.settle()
 
     async def close(self) -> None:
         for pool in self.set.all():
@@ -96,7 +102,7 @@ class Pools:
         named = self.set.find(description.pool)
         spec = spec_of(description, named.spec.usd_per_gpu_hour if named is not None else self._usd_per_gpu_hour)
         role = description.role
-        pool = self.set.of_role(role).get(spec.name) or self._add_pool(role, spec)
+        pool = self.set.pool_for(role, spec) or self._add_pool(role, self.set.variant_of(role, spec))
         link: GroupLink
 
         def on_change() -> None:
@@ -107,7 +113,7 @@ class Pools:
             link = PrefillLink(description, on_change, pool.may_rest, self._liveness, self._wire)
         else:
             link = DecodeLink(description, self.router_id, on_change, pool.may_rest, self._liveness, self._wire)
-        if pool.take_spec(spec, self.profile):
+        if pool.take_spec(replace(spec, name=pool.spec.name), self.profile):
             self.set.changed()
         pool.add(link)
         link.start()
@@ -118,9 +124,44 @@ class Pools:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
+    # -- pools that sleep --------------------------------------------------------------------------------------------------------------
+
+    def waiting_for(self, role: types_pb2.Role) -> int:
+        """Requests that wait because no group of the role can take anything."""
+        return self._sleepers if not self._has_group(role) else 0
+
+    def may_wake(self) -> bool:
+        """Whether every role without a group gets one as soon as somebody asks."""
+        lacking = {role for role in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE) if not self._has_group(role)}
+        return bool(lacking) and lacking <= self._waking
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """A request waits for a group to appear."""
+        self._sleepers += 1
+        self._has_sleeper.set()
+        try:
+            yield
+        finally:
+            self._sleepers -= 1
+            if not self._sleepers:
+                self._has_sleeper.clear()
+
+    async def wait_for_sleeper(self) -> None:
+        """Until some request waits for a group to appear."""
+        await self._has_sleeper.wait()
+
+    def _has_group(self, role: types_pb2.Role) -> bool:
+        return any(pool.is_open and pool.order for pool in self.set.of_role(role).values())
+
     async def wait_for_change(self) -> None:
         """Until the health or load of any group has changed."""
         await self._health_changed.wait()
+
+    def of_other_versions(self, kv_version: str) -> frozenset[int]:
+        """Incarnations whose checkpoint or KV format is another; none if the version is empty."""
+        links = (link for pool in self.set.all() for link in pool.links.values()) if kv_version else ()
+        return frozenset(link.incarnation for link in links if link.description.kv_version != kv_version)
 
     def longest_tokens(self) -> int:
         """Most tokens of prompt and output that a decode group seen so far can hold; 0 if none was seen."""

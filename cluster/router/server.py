@@ -19,7 +19,7 @@ from cluster.router.choice import explain
 from cluster.router.dispatch import Dispatcher
 from cluster.router.generate import Generator
 from cluster.router.multiplex import Multiplexer
-from cluster.router.pool import Pool
+from cluster.router.pool import Pool, base_name
 from cluster.router.pools import Pools
 from cluster.router.status import abort
 from common.access import Role
@@ -112,7 +112,9 @@ class RouterServicer:
             raise InvalidRequestError("pool", f"no pool {request.pool!r}; there are: {known}")
         if request.state not in (router_pb2.POOL_STATE_ACTIVE, router_pb2.POOL_STATE_DRAINING):
             raise InvalidRequestError("state", "must be POOL_STATE_ACTIVE or POOL_STATE_DRAINING")
-        pool.set_state(request.state)
+        for version in self._pools.set.all():
+            if base_name(version.spec.name) == pool.spec.name:
+                version.set_state(request.state)
         logger.info("pool %s is now %s", pool.spec.name, router_pb2.PoolState.Name(request.state))
         return router_pb2.SetPoolStateResponse(pool=pool_to_proto(pool))
 
@@ -148,7 +150,9 @@ def pool_to_proto(pool: Pool) -> router_pb2.Pool:
 
 
 def is_ready(pools: Pools) -> bool:
-    """Whether some pair of open, healthy pools can be joined."""
+    """Whether some pair of open, healthy pools can be joined, or one comes to life as soon as somebody asks."""
+    if pools.may_wake():
+        return True
     prefills = [pool.spec.name for pool in pools.set.prefill.values() if pool.is_open and pool.order]
     decodes = [pool.spec.name for pool in pools.set.decode.values() if pool.is_open and pool.order]
     return any((p, d) not in pools.set.not_joinable for p in prefills for d in decodes)

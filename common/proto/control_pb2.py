@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.proto import types_pb2 as common_dot_proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ommon/proto/control.proto\x12\x11tandem.control.v1\x1a\x18\x63ommon/proto/types.proto\":\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\"n\n\x08GroupSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".tandem.common.v1.GroupDescription\x12\x1d\n\x11\x64\x65\x61\x64_incarnations\x18\x03 \x03(\x06\x42\x02\x10\x01\"\xbc\x01\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.tandem.common.v1.Role\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x0b\n\x03min\x18\x07 \x01(\r\x12\x0b\n\x03max\x18\x08 \x01(\r\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12\r\n\x05\x65rror\x18\n \x01(\t\"\x8f\x01\n\x0bGroupStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\n\n\x02tp\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05stale\x18\x06 \x01(\x08\x12)\n\x04load\x18\x07 \x01(\x0b\x32\x1b.tandem.common.v1.GroupLoad\"k\n\x0bScaleChange\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06unix_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\"\x0f\n\rStatusRequest\"\xd6\x01\n\x0bStatusReply\x12,\n\x05pools\x18\x01 \x03(\x0b\x32\x1d.tandem.control.v1.PoolStatus\x12.\n\x06groups\x18\x02 \x03(\x0b\x32\x1e.tandem.control.v1.GroupStatus\x12/\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x1e.tandem.control.v1.ScaleChange\x12\x11\n\tgpus_held\x18\x04 \x01(\r\x12\x12\n\ngpu_budget\x18\x05 \x01(\r\x12\x11\n\twaits_for\x18\x06 \x01(\t\"A\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x11\n\tautomatic\x18\x03 \x01(\x08\"\x1e\n\nScaleReply\x12\x10\n\x08replicas\x18\x01 \x01(\r\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\"\x1c\n\nDrainReply\x12\x0e\n\x06groups\x18\x01 \x03(\t\"8\n\x0eRolloutRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x11\n\tallow_gap\x18\x02 \x01(\x08\"\x1e\n\x0cRolloutReply\x12\x0e\n\x06groups\x18\x01 \x03(\t2\x81\x03\n\tDirectory\x12G\n\x05Watch\x12\x1f.tandem.control.v1.WatchRequest\x1a\x1b.tandem.control.v1.GroupSet0\x01\x12J\n\x06Status\x12 .tandem.control.v1.StatusRequest\x1a\x1e.tandem.control.v1.StatusReply\x12G\n\x05Scale\x12\x1f.tandem.control.v1.ScaleRequest\x1a\x1d.tandem.control.v1.ScaleReply\x12G\n\x05\x44rain\x12\x1f.tandem.control.v1.DrainRequest\x1a\x1d.tandem.control.v1.DrainReply\x12M\n\x07Rollout\x12!.tandem.control.v1.RolloutRequest\x1a\x1f.tandem.control.v1.RolloutReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ommon/proto/control.proto\x12\x11tandem.control.v1\x1a\x18\x63ommon/proto/types.proto\":\n\x0cWatchRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x02 \x01(\t\"\x96\x01\n\x08GroupSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".tandem.common.v1.GroupDescription\x12\x1d\n\x11\x64\x65\x61\x64_incarnations\x18\x03 \x03(\x06\x42\x02\x10\x01\x12&\n\x06waking\x18\x04 \x03(\x0e\x32\x16.tandem.common.v1.Role\"\xbc\x01\n\nPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.tandem.common.v1.Role\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\r\x12\x10\n\x08starting\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\r\x12\x0b\n\x03min\x18\x07 \x01(\r\x12\x0b\n\x03max\x18\x08 \x01(\r\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12\r\n\x05\x65rror\x18\n \x01(\t\"\x8f\x01\n\x0bGroupStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\n\n\x02tp\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05stale\x18\x06 \x01(\x08\x12)\n\x04load\x18\x07 \x01(\x0b\x32\x1b.tandem.common.v1.GroupLoad\"k\n\x0bScaleChange\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06unix_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\"\x0f\n\rStatusRequest\"\xd6\x01\n\x0bStatusReply\x12,\n\x05pools\x18\x01 \x03(\x0b\x32\x1d.tandem.control.v1.PoolStatus\x12.\n\x06groups\x18\x02 \x03(\x0b\x32\x1e.tandem.control.v1.GroupStatus\x12/\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x1e.tandem.control.v1.ScaleChange\x12\x11\n\tgpus_held\x18\x04 \x01(\r\x12\x12\n\ngpu_budget\x18\x05 \x01(\r\x12\x11\n\twaits_for\x18\x06 \x01(\t\"\xa6\x02\n\x08PoolLoad\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.tandem.common.v1.Role\x12\x0e\n\x06groups\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x19\n\x11\x61rrived_prefill_s\x18\x05 \x01(\x01\x12\x10\n\x08queued_s\x18\x06 \x01(\x01\x12\x11\n\trunning_s\x18\x07 \x01(\x01\x12\x14\n\x0cqueue_wait_s\x18\x08 \x01(\x01\x12\x11\n\tsequences\x18\t \x01(\x01\x12\x1b\n\x13sequences_per_group\x18\n \x01(\x01\x12\x0e\n\x06itl_ms\x18\x0b \x01(\x01\x12\x16\n\x0ekv_blocks_used\x18\x0c \x01(\x04\x12\x17\n\x0fkv_blocks_total\x18\r \x01(\x04\"K\n\nLoadReport\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12*\n\x05pools\x18\x02 \x03(\x0b\x32\x1b.tandem.control.v1.PoolLoad\"\x11\n\x0fLoadReportReply\"A\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x11\n\tautomatic\x18\x03 \x01(\x08\"\x1e\n\nScaleReply\x12\x10\n\x08replicas\x18\x01 \x01(\r\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\"\x1c\n\nDrainReply\x12\x0e\n\x06groups\x18\x01 \x03(\t\"8\n\x0eRolloutRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x11\n\tallow_gap\x18\x02 \x01(\x08\"\x1e\n\x0cRolloutReply\x12\x0e\n\x06groups\x18\x01 \x03(\t2\xce\x03\n\tDirectory\x12G\n\x05Watch\x12\x1f.tandem.control.v1.WatchRequest\x1a\x1b.tandem.control.v1.GroupSet0\x01\x12J\n\x06Status\x12 .tandem.control.v1.StatusRequest\x1a\x1e.tandem.control.v1.StatusReply\x12G\n\x05Scale\x12\x1f.tandem.control.v1.ScaleRequest\x1a\x1d.tandem.control.v1.ScaleReply\x12G\n\x05\x44rain\x12\x1f.tandem.control.v1.DrainRequest\x1a\x1d.tandem.control.v1.DrainReply\x12M\n\x07Rollout\x12!.tandem.control.v1.RolloutRequest\x1a\x1f.tandem.control.v1.RolloutReply\x12K\n\x06Report\x12\x1d.tandem.control.v1.LoadReport\x1a\".tandem.control.v1.LoadReportReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPSET'].fields_by_name['dead_incarnations']._serialized_options = b'\020\001'
   _globals['_WATCHREQUEST']._serialized_start=75
   _globals['_WATCHREQUEST']._serialized_end=133
-  _globals['_GROUPSET']._serialized_start=135
-  _globals['_GROUPSET']._serialized_end=245
-  _globals['_POOLSTATUS']._serialized_start=248
-  _globals['_POOLSTATUS']._serialized_end=436
-  _globals['_GROUPSTATUS']._serialized_start=439
-  _globals['_GROUPSTATUS']._serialized_end=582
-  _globals['_SCALECHANGE']._serialized_start=584
-  _globals['_SCALECHANGE']._serialized_end=691
-  _globals['_STATUSREQUEST']._serialized_start=693
-  _globals['_STATUSREQUEST']._serialized_end=708
-  _globals['_STATUSREPLY']._serialized_start=711
-  _globals['_STATUSREPLY']._serialized_end=925
-  _globals['_SCALEREQUEST']._serialized_start=927
-  _globals['_SCALEREQUEST']._serialized_end=992
-  _globals['_SCALEREPLY']._serialized_start=994
-  _globals['_SCALEREPLY']._serialized_end=1024
-  _globals['_DRAINREQUEST']._serialized_start=1026
-  _globals['_DRAINREQUEST']._serialized_end=1056
-  _globals['_DRAINREPLY']._serialized_start=1058
-  _globals['_DRAINREPLY']._serialized_end=1086
-  _globals['_ROLLOUTREQUEST']._serialized_start=1088
-  _globals['_ROLLOUTREQUEST']._serialized_end=1144
-  _globals['_ROLLOUTREPLY']._serialized_start=1146
-  _globals['_ROLLOUTREPLY']._serialized_end=1176
-  _globals['_DIRECTORY']._serialized_start=1179
-  _globals['_DIRECTORY']._serialized_end=1564
+  _globals['_GROUPSET']._serialized_start=136
+  _globals['_GROUPSET']._serialized_end=286
+  _globals['_POOLSTATUS']._serialized_start=289
+  _globals['_POOLSTATUS']._serialized_end=477
+  _globals['_GROUPSTATUS']._serialized_start=480
+  _globals['_GROUPSTATUS']._serialized_end=623
+  _globals['_SCALECHANGE']._serialized_start=625
+  _globals['_SCALECHANGE']._serialized_end=732
+  _globals['_STATUSREQUEST']._serialized_start=734
+  _globals['_STATUSREQUEST']._serialized_end=749
+  _globals['_STATUSREPLY']._serialized_start=752
+  _globals['_STATUSREPLY']._serialized_end=966
+  _globals['_POOLLOAD']._serialized_start=969
+  _globals['_POOLLOAD']._serialized_end=1263
+  _globals['_LOADREPORT']._serialized_start=1265
+  _globals['_LOADREPORT']._serialized_end=1340
+  _globals['_LOADREPORTREPLY']._serialized_start=1342
+  _globals['_LOADREPORTREPLY']._serialized_end=1359
+  _globals['_SCALEREQUEST']._serialized_start=1361
+  _globals['_SCALEREQUEST']._serialized_end=1426
+  _globals['_SCALEREPLY']._serialized_start=1428
+  _globals['_SCALEREPLY']._serialized_end=1458
+  _globals['_DRAINREQUEST']._serialized_start=1460
+  _globals['_DRAINREQUEST']._serialized_end=1490
+  _globals['_DRAINREPLY']._serialized_start=1492
+  _globals['_DRAINREPLY']._serialized_end=1520
+  _globals['_ROLLOUTREQUEST']._serialized_start=1522
+  _globals['_ROLLOUTREQUEST']._serialized_end=1578
+  _globals['_ROLLOUTREPLY']._serialized_start=1580
+  _globals['_ROLLOUTREPLY']._serialized_end=1610
+  _globals['_DIRECTORY']._serialized_start=1613
+  _globals['_DIRECTORY']._serialized_end=2075
 # @@protoc_insertion_point(module_scope)

@@ -16,14 +16,16 @@ class WatchRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class GroupSet(_message.Message):
-    __slots__ = ("version", "groups", "dead_incarnations")
+    __slots__ = ("version", "groups", "dead_incarnations", "waking")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     DEAD_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    WAKING_FIELD_NUMBER: _ClassVar[int]
     version: int
     groups: _containers.RepeatedCompositeFieldContainer[_types_pb2.GroupDescription]
     dead_incarnations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[_types_pb2.GroupDescription, _Mapping]]] = ..., dead_incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+    waking: _containers.RepeatedScalarFieldContainer[_types_pb2.Role]
+    def __init__(self, version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[_types_pb2.GroupDescription, _Mapping]]] = ..., dead_incarnations: _Optional[_Iterable[int]] = ..., waking: _Optional[_Iterable[_Union[_types_pb2.Role, str]]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool", "role", "wanted", "ready", "starting", "draining", "min", "max", "pinned", "error")
@@ -102,6 +104,48 @@ class StatusReply(_message.Message):
     gpu_budget: int
     waits_for: str
     def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[ScaleChange, _Mapping]]] = ..., gpus_held: _Optional[int] = ..., gpu_budget: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
+
+class PoolLoad(_message.Message):
+    __slots__ = ("pool", "role", "groups", "waiting", "arrived_prefill_s", "queued_s", "running_s", "queue_wait_s", "sequences", "sequences_per_group", "itl_ms", "kv_blocks_used", "kv_blocks_total")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_PER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ITL_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    role: _types_pb2.Role
+    groups: int
+    waiting: int
+    arrived_prefill_s: float
+    queued_s: float
+    running_s: float
+    queue_wait_s: float
+    sequences: float
+    sequences_per_group: float
+    itl_ms: float
+    kv_blocks_used: int
+    kv_blocks_total: int
+    def __init__(self, pool: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., groups: _Optional[int] = ..., waiting: _Optional[int] = ..., arrived_prefill_s: _Optional[float] = ..., queued_s: _Optional[float] = ..., running_s: _Optional[float] = ..., queue_wait_s: _Optional[float] = ..., sequences: _Optional[float] = ..., sequences_per_group: _Optional[float] = ..., itl_ms: _Optional[float] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("router_id", "pools")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
+    def __init__(self, router_id: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ...) -> None: ...
+
+class LoadReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("pool", "replicas", "automatic")

@@ -59,6 +59,11 @@ class DirectoryStub(object):
                 request_serializer=common_dot_proto_dot_control__pb2.RolloutRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_control__pb2.RolloutReply.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/tandem.control.v1.Directory/Report',
+                request_serializer=common_dot_proto_dot_control__pb2.LoadReport.SerializeToString,
+                response_deserializer=common_dot_proto_dot_control__pb2.LoadReportReply.FromString,
+                _registered_method=True)
 
 
 class DirectoryServicer(object):
@@ -94,6 +99,12 @@ class DirectoryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DirectoryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -121,6 +132,11 @@ def add_DirectoryServicer_to_server(servicer, server):
                     servicer.Rollout,
                     request_deserializer=common_dot_proto_dot_control__pb2.RolloutRequest.FromString,
                     response_serializer=common_dot_proto_dot_control__pb2.RolloutReply.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=common_dot_proto_dot_control__pb2.LoadReport.FromString,
+                    response_serializer=common_dot_proto_dot_control__pb2.LoadReportReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -258,6 +274,33 @@ class Directory(object):
             '/tandem.control.v1.Directory/Rollout',
             common_dot_proto_dot_control__pb2.RolloutRequest.SerializeToString,
             common_dot_proto_dot_control__pb2.RolloutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.control.v1.Directory/Report',
+            common_dot_proto_dot_control__pb2.LoadReport.SerializeToString,
+            common_dot_proto_dot_control__pb2.LoadReportReply.FromString,
             options,
             channel_credentials,
             insecure,
