@@ -154,7 +154,7 @@ class Controller:
             pool.name: PoolGoal(pool.name, pool.role, goals.wanted[pool.name], pool.layout.tp, goals.kv_version, fleet.may_start(pool.name))
             for pool in config.pools
         }
-        views = fleet.views(fleet.fingerprints(config, goals.kv_version))
+        views = fleet.views(fleet.fingerprints(config, goals.kv_version), self._scaling.is_used)
         plan = plan_next(wanted, views, config.autoscale.gpu_budget, allow_gap=goals.allow_gap)
         self._operations.say_waits_for(plan.waits_for)
         for action in plan.actions:

@@ -19,6 +19,7 @@ SILENT_S = 5.0
 class _Router:
     at_s: float
     pools: dict[str, control_pb2.PoolLoad] = field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
     arrived_before: dict[str, float] = field(default_factory=dict)  # at the last observation
 
 
@@ -31,10 +32,15 @@ class Demand:
         """Returns: whether somebody waits for a pool that sleeps"""
         known = self._routers.setdefault(report.router_id, _Router(now_s))
         known.at_s = now_s
+        known.groups = frozenset(report.groups)
         known.pools = {load.pool: load for load in report.pools}
         for name, load in known.pools.items():
             known.arrived_before.setdefault(name, load.arrived_prefill_s)
         return any(load.waiting for load in report.pools)
+
+    def is_used(self, group: str, now_s: float) -> bool:
+        """Whether every router that reports gives the group new requests."""
+        return all(group in router.groups for router in self._routers.values() if now_s - router.at_s <= SILENT_S)
 
     def observe(self, ready: Mapping[str, int], now_s: float) -> dict[str, Observation]:
         """One observation per pool that some router knows. `ready`: groups that serve, by pool. Rates are since the last call."""

@@ -24,6 +24,7 @@ from common.wire import Wire
 logger = logging.getLogger(__name__)
 RETRY_S = (2.0, 30.0)  # pause after a group failed to start: the first time, and at most
 KEPT_DEAD = 256
+TAKEOVER_S = 30.0  # a router that has not found a ready group by then does not hold up the others
 
 
 class Fleet:
@@ -82,19 +83,27 @@ class Fleet:
             for pool in config.pools
         }
 
-    def views(self, fingerprints: Mapping[str, str]) -> list[GroupView]:
-        return [
-            GroupView(
-                name=group.name,
-                pool=group.spec.pool,
-                phase=group.phase,
-                gpus=group.spec.tp,
-                version=group.spec.kv_version,
-                is_stale=group.fingerprint != fingerprints.get(group.spec.pool),
-                running=group.load.running + group.load.waiting + group.load.transfers,
-            )
-            for group in self.groups.values()
-        ]
+    def views(self, fingerprints: Mapping[str, str], is_used: Callable[[str], bool]) -> list[GroupView]:
+        """`is_used`: whether routers have found a group. A newer one that they have not still starts, as far as it is to stand in for an
+        older one; see `TAKEOVER_S`."""
+        return [self._view(group, fingerprints.get(group.spec.pool), is_used) for group in self.groups.values()]
+
+    def _view(self, group: Group, fingerprint: str | None, is_used: Callable[[str], bool]) -> GroupView:
+        is_stale = group.is_condemned or group.fingerprint != fingerprint
+        is_new = group.phase is Phase.READY and not is_stale and time.monotonic() - group.ready_since_s < TAKEOVER_S
+        return GroupView(
+            name=group.name,
+            pool=group.spec.pool,
+            phase=Phase.STARTING if is_new and not is_used(group.name) else group.phase,
+            gpus=group.spec.tp,
+            version=group.spec.kv_version,
+            is_stale=is_stale,
+            running=group.load.running + group.load.waiting + group.load.transfers,
+        )
+
+    def stale(self, fingerprints: Mapping[str, str]) -> list[str]:
+        """Names of groups that are to be replaced."""
+        return [view.name for view in self.views(fingerprints, lambda group: True) if view.is_stale]
 
     def ready(self) -> Counter[str]:
         """Groups that serve, by pool."""

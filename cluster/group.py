@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,8 @@ class Group:
         self.failed_in = GroupState.PLACING  # the state that `error` ended
         self.leaves_for = ""
         self.is_proved_dead = False
+        self.is_condemned = False  # to be replaced, though its configuration is the one that is wanted
+        self.ready_since_s = 0.0  # of the monotonic clock
         self._on_change = on_change
         self._wire = wire
         self._place = place
@@ -163,6 +166,7 @@ class Group:
         found = [Found(s, b"" if s.rank else description.SerializeToString(), self.fingerprint) for s in specs]
         await asyncio.gather(*(actor.serve.remote(f) for actor, f in zip(ranks.actors, found, strict=True)))
         self.description = description
+        self.ready_since_s = time.monotonic()
         self._enter(GroupState.READY)
         logger.info("group %s is ready at %s", self.name, description.address)
 

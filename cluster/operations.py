@@ -79,7 +79,7 @@ class Operations(control_pb2_grpc.DirectoryServicer):
 
     async def Status(self, request, context):
         goals, fleet = self._goals, self._fleet
-        stale = {view.name for view in self._views() if view.is_stale}
+        stale = set(self._stale())
         return control_pb2.StatusReply(
             pools=[self._pool_status(name) for name in goals.pools],
             groups=[
@@ -118,7 +118,10 @@ class Operations(control_pb2_grpc.DirectoryServicer):
     async def Drain(self, request, context):
         target, groups = request.target, self._fleet.groups
         if target in groups:
-            groups[target].leave("drained by hand")
+            if request.now or groups[target].phase is not Phase.READY:
+                groups[target].leave("drained by hand")
+            groups[target].is_condemned = True
+            self._changes.note()
             return control_pb2.DrainReply(groups=[target])
         try:
             if target not in self._goals.pools:
@@ -137,7 +140,7 @@ class Operations(control_pb2_grpc.DirectoryServicer):
             self._goals.replace_config(config, allow_gap=request.allow_gap)
         except ServingError as exc:
             await abort_with(context, exc)
-        stale = [view.name for view in self._views() if view.is_stale]
+        stale = self._stale()
         logger.info("rollout: %d of %d groups are to be replaced", len(stale), len(self._fleet.groups))
         self._changes.note()
         return control_pb2.RolloutReply(groups=stale)
@@ -157,9 +160,9 @@ class Operations(control_pb2_grpc.DirectoryServicer):
         check_pools(config)
         return config
 
-    def _views(self):
+    def _stale(self) -> list[str]:
         goals = self._goals
-        return self._fleet.views(self._fleet.fingerprints(goals.config, goals.kv_version))
+        return self._fleet.stale(self._fleet.fingerprints(goals.config, goals.kv_version))
 
     def _pool_status(self, name: str) -> control_pb2.PoolStatus:
         goals, pool = self._goals, self._goals.pools[name]

@@ -47,6 +47,10 @@ class Scaling:
             self._next_s = 0.0
             self._on_change()
 
+    def is_used(self, group: str) -> bool:
+        """Whether routers have found the group, so that it can stand in for another."""
+        return self._demand.is_used(group, asyncio.get_running_loop().time())
+
     def waking(self) -> list[types_pb2.Role]:
         """Roles that have no ready group and get one as soon as somebody asks."""
         config, ready = self._goals.config, self._fleet.ready()

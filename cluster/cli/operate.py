@@ -73,19 +73,21 @@ def scale(
 @app.command()
 def drain(
     target: Annotated[str, typer.Argument(help="A pool or a group, as `tandem pools` names them.")],
+    now: Annotated[bool, typer.Option("--now", help="A group: at once, even if nobody else can serve meanwhile.")] = False,
     wait: WaitOption = True,
     name: NameOption = "default",
     controller: ControllerOption = None,
 ) -> None:
     """Let a pool or a group finish what it has and end it.
 
-    A group that was drained is replaced by a new one. A pool that was drained stays empty until `tandem scale POOL N` or `auto`.
+    A group is replaced by a new one, which starts first where the GPU budget has room for both.
+    A pool that was drained stays empty until `tandem scale POOL N` or `auto`.
     What has not finished within cluster.drain_grace_s goes on elsewhere, or ends with an error that says so.
     """
     from cluster.client import controller_stub
 
     with controller_stub(name, controller) as stub:
-        groups = set(stub.Drain(control_pb2.DrainRequest(target=target), timeout=10).groups)
+        groups = set(stub.Drain(control_pb2.DrainRequest(target=target, now=now), timeout=10).groups)
         out.print(f"{len(groups)} groups drain")
         if wait:
             _follow(stub, lambda status: not groups & {group.group for group in status.groups})

@@ -27,7 +27,8 @@ async def report_forever(pools: Pools, itl_targets: Mapping[str, float], address
     async with wire.channel(address, CHANNEL_OPTIONS) as channel:
         stub = wire.stub(control_pb2_grpc.DirectoryStub(channel))
         while True:
-            report = control_pb2.LoadReport(router_id=pools.router_id, pools=loads_of(pools, itl_targets, _now_s()))
+            groups = [link.name for pool in pools.set.all() for link in pool.order]
+            report = control_pb2.LoadReport(router_id=pools.router_id, pools=loads_of(pools, itl_targets, _now_s()), groups=groups)
             try:
                 await stub.Report(report, timeout=REPORT_TIMEOUT_S)
             except grpc.RpcError as exc:

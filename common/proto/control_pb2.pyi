@@ -136,12 +136,14 @@ class PoolLoad(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.Role, str]] = ..., groups: _Optional[int] = ..., waiting: _Optional[int] = ..., arrived_prefill_s: _Optional[float] = ..., queued_s: _Optional[float] = ..., running_s: _Optional[float] = ..., queue_wait_s: _Optional[float] = ..., sequences: _Optional[float] = ..., sequences_per_group: _Optional[float] = ..., itl_ms: _Optional[float] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("router_id", "pools")
+    __slots__ = ("router_id", "pools", "groups")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
-    def __init__(self, router_id: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router_id: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadReportReply(_message.Message):
     __slots__ = ()
@@ -164,10 +166,12 @@ class ScaleReply(_message.Message):
     def __init__(self, replicas: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("target",)
+    __slots__ = ("target", "now")
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     target: str
-    def __init__(self, target: _Optional[str] = ...) -> None: ...
+    now: bool
+    def __init__(self, target: _Optional[str] = ..., now: bool = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("groups",)

@@ -83,14 +83,14 @@ async def test_draining_a_group_cuts_no_stream_and_another_takes_its_place(check
             await router.until_ready(3)
             async with load_on(router) as load:
                 for pool in ("decode", "prefill"):
-                    group = next(g for g in cluster.listed().values() if g.pool == pool)
-                    cluster.stub.Drain(control_pb2.DrainRequest(target=group.group))
+                    group = next(g for g in (await asyncio.to_thread(cluster.listed)).values() if g.pool == pool)
+                    await asyncio.to_thread(cluster.drain, group.group)
                     await settled(cluster, lambda s, group=group: all(g.group != group.group for g in s.groups))
                     await settled(cluster, ready(prefill=1, decode=2))
-                victim = next(g for g in cluster.listed().values() if g.pool == "decode")
+                victim = next(g for g in (await asyncio.to_thread(cluster.listed)).values() if g.pool == "decode")
                 kill(victim.ranks[0].pid, signal.SIGTERM)
                 status = await settled(cluster, lambda s: any(g.group == victim.group and "SIGTERM" in g.detail for g in s.groups))
-                assert all(g.group != victim.group for g in cluster.listed().values()), status
+                assert victim.group not in await asyncio.to_thread(cluster.listed), status
                 await settled(cluster, lambda s: all(g.group != victim.group for g in s.groups))
                 await settled(cluster, ready(prefill=1, decode=2))
             assert set(load.endings) == {"ok"}, load.endings
@@ -104,11 +104,11 @@ async def test_what_does_not_finish_in_the_grace_time_goes_on_elsewhere_exactly(
         async with pool_bed(cluster) as router:
             await router.until_ready(2)
             streams = [asyncio.create_task(router.generate(request_of((i,), max_tokens=300), timeout=120)) for i in range(6)]
-            first = next(g for g in cluster.listed().values() if g.pool == "decode")
+            first = next(g for g in (await asyncio.to_thread(cluster.listed)).values() if g.pool == "decode")
             await settled(cluster, lambda s: sum(g.load.running for g in s.groups if g.pool == "decode") == 6)
-            cluster.scale("decode", 2)
+            await asyncio.to_thread(cluster.scale, "decode", 2)
             await settled(cluster, ready(decode=2))
-            cluster.stub.Drain(control_pb2.DrainRequest(target=first.group))
+            await asyncio.to_thread(cluster.drain, first.group, now=True)
             answers = await asyncio.gather(*streams)
             assert [answer.tokens[0] for answer in answers] == [tokens_of((i,), 300) for i in range(6)]
             assert {answer.completes[0].route.attempts for answer in answers} == {2}
@@ -130,8 +130,7 @@ async def test_a_rollout_under_load_replaces_every_group_and_loses_nothing(check
         async with pool_bed(cluster) as router:
             await router.until_ready(3)
             async with load_on(router) as load:
-                answer = cluster.stub.Rollout(control_pb2.RolloutRequest(config_json=newer.model_dump_json()), timeout=30)
-                assert set(answer.groups) == set(before)
+                assert set(await asyncio.to_thread(cluster.rollout, newer)) == set(before)
                 held = []
 
                 def replaced(status: control_pb2.StatusReply) -> bool:

@@ -100,6 +100,13 @@ class PoolCluster:
     def scale(self, pool: str, replicas: int) -> None:
         self.stub.Scale(control_pb2.ScaleRequest(pool=pool, replicas=replicas), timeout=10)
 
+    def drain(self, target: str, *, now: bool = False) -> None:
+        self.stub.Drain(control_pb2.DrainRequest(target=target, now=now), timeout=30)
+
+    def rollout(self, config: Config) -> list[str]:
+        """Returns: groups that are to be replaced"""
+        return list(self.stub.Rollout(control_pb2.RolloutRequest(config_json=config.model_dump_json()), timeout=60).groups)
+
     def listed(self) -> dict[str, types_pb2.GroupDescription]:
         """By group, as a router would see them now."""
         call = self.stub.Watch(control_pb2.WatchRequest(), wait_for_ready=True)
