@@ -47,7 +47,7 @@ class LocalRay:
     folder: Path
 
 
-def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay], None], timeout_s: float = 60.0) -> LocalRay:
+def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay], None], timeout_s: float = 180.0) -> LocalRay:
     """Starts a head node in a session of its own and waits until it answers. `record` is called before it begins.
 
     Raises: WorkerLost with the end of its log
