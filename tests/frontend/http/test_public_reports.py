@@ -1,9 +1,9 @@
 """Faults that users of other servers reported, through HTTP: each as its kind, not as the one input that was reported.
 
-Elsewhere: H08, prompts of calls in history (`harmony/test_render.py`, `test_call_in_history_is_stable_under_parse_and_render`); H11, control
-tokens in every text (there too, `test_control_tokens_in_text_stay_text`); H12, hostile texts (`test_loop.py`, `test_text_encoder.py`); S01, S02
-and S03 at the router (`cluster/router/test_bad_input.py`, `common/test_requests.py`); S04 (`test_chat.py`,
-`test_log_probabilities_are_finite`); S06 for every chunking (`test_stop_strings.py`, `common/test_stop.py`).
+Elsewhere: H08, prompts of calls in history (`harmony/test_render.py`, `test_call_in_history_is_stable_under_parse_and_render`); H11,
+control tokens in every text (there too, `test_control_tokens_in_text_stay_text`); H12, hostile texts (`test_loop.py`,
+`test_text_encoder.py`); S01, S02 and S03 at the router (`cluster/router/test_bad_input.py`, `common/test_requests.py`); S04
+(`test_chat.py`, `test_log_probabilities_are_finite`); S06 for every chunking (`test_stop_strings.py`, `common/test_stop.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ REPORTS: dict[str, tuple[str | list[int], dict[str, Any]]] = {
         [40, 4572, 23045, 11, 889, 357, 665, 1573, 1652, 483, 484, 13, END],
         final("I\u2019m sorry, but I can\u2019t help with that."),
     ),
-    "H04 no channel after its marker": ([CHANNEL, MESSAGE, 3686, END], final("Text")),
+    "H04 no channel after its marker": ([CHANNEL, MESSAGE, 3686, END], final("hi")),
     "H04 junk in the channel": ("<|channel|>commentary?commentary?<|message|>x<|end|>", final("x")),
     "H06 call on analysis, bare code": (
         [CHANNEL, 35644, 316, 28, 44580, 1940, 17407, 3490, MESSAGE, 10848, 29563, 7534, 16660, 18583, CALL],
