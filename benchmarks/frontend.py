@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -53,24 +54,27 @@ class Load:
 
 
 class FakeRouter:
-    """Answers `GenerateMany`: the header and the first token of a call at once, then one token per step of its group, a frame per group."""
+    """Answers `GenerateMany`: the header and the first token of a call at once, then one token per step of its group, a frame per group.
+
+    Groups step by the clock, whether or not the frontend keeps up; tokens of a call that wait for the stream go out as one chunk, as the
+    router's own buffers have it.
+    """
 
     def __init__(self, load: Load):
         self._load = load
-        self._calls: list[dict[int, int]] = [{} for _ in range(load.groups)]  # per group: call id -> messages sent
+        self._calls: list[dict[int, int]] = [{} for _ in range(load.groups)]  # per group: call id -> tokens sent
         self._started = 0
         self._writing = asyncio.Lock()
-        ids = [WORDS[i % len(WORDS)] for i in range(load.tokens)]
-        pieces = [list(HEAD) + ids[:1], *([i] for i in ids[1:]), [END]]
-        self._messages, first = [], 0
-        for piece in pieces:
-            chunk = router_pb2.GenerateChunk(first_token_index=first, token_ids=piece)
-            self._messages.append(router_pb2.GenerateResponse(request_id="r", chunk=chunk).SerializeToString())
-            first += len(piece)
+        self._ids = [*HEAD, *(WORDS[i % len(WORDS)] for i in range(load.tokens)), END]
         complete = router_pb2.GenerateComplete(
-            finish_reason=types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP), usage=types_pb2.Usage(completion_tokens=first)
+            finish_reason=types_pb2.Finish(reason=types_pb2.FINISH_REASON_STOP), usage=types_pb2.Usage(completion_tokens=len(self._ids))
         )
-        self._messages.append(router_pb2.GenerateResponse(request_id="r", complete=complete).SerializeToString())
+        self._complete = router_pb2.GenerateResponse(request_id="r", complete=complete).SerializeToString()
+
+    @functools.cache  # noqa: B019  # one router per process
+    def _chunk(self, start: int, end: int) -> bytes:
+        chunk = router_pb2.GenerateChunk(first_token_index=start, token_ids=self._ids[start:end])
+        return router_pb2.GenerateResponse(request_id="r", chunk=chunk).SerializeToString()
 
     async def generate_many(self, requests, context: grpc.aio.ServicerContext) -> None:
         steps = [asyncio.create_task(self._step(group, context)) for group in range(self._load.groups)]
@@ -78,10 +82,13 @@ class FakeRouter:
             async for request in requests:
                 frame = router_pb2.GenerateManyResponse()
                 for item in request.items:
+                    if item.cancel:
+                        for calls in self._calls:
+                            calls.pop(item.call_id, None)
                     if item.HasField("start"):
-                        self._calls[self._started % self._load.groups][item.call_id] = 1
+                        self._calls[self._started % self._load.groups][item.call_id] = len(HEAD) + 1
                         self._started += 1
-                        frame.events.add(call_id=item.call_id, response=self._messages[0])
+                        frame.events.add(call_id=item.call_id, response=self._chunk(0, len(HEAD) + 1))
                 await self._write(context, frame)
         finally:
             for task in steps:
@@ -92,12 +99,14 @@ class FakeRouter:
         next_s = time.monotonic() + period_s * (1 + group / self._load.groups)
         while True:
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-            next_s = max(next_s + period_s, time.monotonic() - period_s)
+            steps = 1 + int(max(0.0, time.monotonic() - next_s) / period_s)
+            next_s += steps * period_s
             calls, frame = self._calls[group], router_pb2.GenerateManyResponse()
             for call_id, sent in list(calls.items()):
-                frame.events.add(call_id=call_id, response=self._messages[sent])
-                calls[call_id] = sent + 1
-                if sent + 1 == len(self._messages):
+                end = calls[call_id] = min(sent + steps, len(self._ids))
+                frame.events.add(call_id=call_id, response=self._chunk(sent, end))
+                if end == len(self._ids):
+                    frame.events.add(call_id=call_id, response=self._complete)
                     frame.events.add(call_id=call_id, end=router_pb2.CallEnd())
                     del calls[call_id]
             await self._write(context, frame)
@@ -166,9 +175,11 @@ def request_bytes() -> bytes:
 class Clients:
     """All streams of one run in one epoll loop. `firsts_s`: from connecting to the first byte; `tokens` as the frontend counts them."""
 
-    def __init__(self, port: int, load: Load):
+    def __init__(self, port: int, load: Load, *, leaves_at_once: bool = False):
+        """`leaves_at_once`: streams are left at their first byte, which warms a frontend up."""
         self._port = port
         self._load = load
+        self._leaves_at_once = leaves_at_once
         self._poll = select.epoll()
         self._open: dict[int, Stream] = {}
         self._request = request_bytes()
@@ -204,7 +215,7 @@ class Clients:
         if piece and not stream.first_s:
             stream.first_s = time.perf_counter() - stream.started_s
             self.firsts_s.append(stream.first_s)
-        if piece:
+        if piece and not self._leaves_at_once:
             stream.tail = piece if len(piece) > 600 else (stream.tail + piece)[-600:]
             return
         self._poll.unregister(stream.connection.fileno())
@@ -233,8 +244,7 @@ def measure(load: Load) -> dict:
     frontend.start()
     port = pipe.recv()
     os.sched_setaffinity(0, {OTHER_CORE})
-    warm = Clients(port, Load(8, 2, load.step_ms, load.groups, 0.1))
-    warm.run()
+    Clients(port, Load(8, 1, load.step_ms, load.groups, 0.1), leaves_at_once=True).run()
     pipe.send("cpu")
     before_s, own_before_s = pipe.recv(), cpu_s()
     clients = Clients(port, load)

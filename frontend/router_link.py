@@ -20,6 +20,8 @@ from frontend.rpc_errors import from_rpc_error, from_status
 
 _parse = router_pb2.GenerateResponse.FromString
 _GRACE_S = 2.0  # past its deadline a request ends here, should the router not have ended it
+_BEHIND_S = 0.01  # streams that took longer than this over their last tokens are behind
+_GATHER_S = 0.04  # then so long at most more tokens are gathered before the streams go on
 _MAX_WAITING = 16_384  # responses of one request that nobody has taken
 
 
@@ -61,6 +63,9 @@ class RouterStream:
             self.fail(OverloadedError(f"{len(self._waiting)} responses wait for a client that takes none"))
             return
         self._waiting.append(response)
+
+    def wake(self) -> None:
+        """Whoever takes goes on with what has come."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -68,8 +73,7 @@ class RouterStream:
         """Nothing follows what has come."""
         if not self._is_ended:
             self._is_ended, self._error = True, error
-            if self._wake is not None and not self._wake.done():
-                self._wake.set_result(None)
+            self.wake()
 
     def fail(self, error: ServingError) -> None:
         """Ends the request; whoever takes gets `error`."""
@@ -93,6 +97,10 @@ class RouterLink:
         self._streams: dict[int, RouterStream] = {}
         self._outgoing = router_pb2.GenerateManyRequest()
         self._has_outgoing = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._woken: set[RouterStream] = set()  # streams that got something and wait for their turn
+        self._gathering: asyncio.TimerHandle | None = None
+        self._busy_s = 0.0
         self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
 
     def start(self, request: router_pb2.GenerateRequest, *, timeout_s: float) -> RouterStream:
@@ -138,6 +146,10 @@ class RouterLink:
         try:
             while (frame := await self._call.read()) is not grpc.aio.EOF:
                 self._hand_out(frame)
+                if self._busy_s < _BEHIND_S:
+                    self._wake_all()
+                elif self._gathering is None:  # a busy loop reads on: fewer, larger pieces cost less
+                    self._gathering = self._loop.call_later(min(self._busy_s, _GATHER_S), self._wake_all)
         except grpc.aio.AioRpcError as exc:
             error = from_rpc_error(exc)
         except asyncio.CancelledError:
@@ -153,12 +165,26 @@ class RouterLink:
                 continue
             if response := event.response:
                 stream.put(response)
+                self._woken.add(stream)
             elif event.HasField("end"):
                 del self._streams[event.call_id]
                 end = event.end
                 stream.end(from_status(end.code, end.details, end.trailing_metadata) if end.code else None)
             else:
                 stream.route = event.route
+
+    def _wake_all(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        woken, self._woken = self._woken, set()
+        for stream in woken:
+            stream.wake()
+        if woken:
+            self._loop.call_soon(self._note_busy, self._loop.time())  # runs after the streams that were woken
+
+    def _note_busy(self, since_s: float) -> None:
+        self._busy_s = self._loop.time() - since_s
 
     def _expire(self, call_id: int) -> None:
         if call_id in self._streams:
@@ -170,4 +196,5 @@ class RouterLink:
             streams, self._streams = self._streams, {}
             for stream in streams.values():
                 stream.end(error)
+            self._wake_all()
             self._call.cancel()

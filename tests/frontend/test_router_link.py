@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import OverloadedError, WorkerLost
 from common.proto import router_pb2
+from frontend import router_link
 from frontend.generation import Generator, Job
 from frontend.metrics import FrontendMetrics
 from frontend.raw import STOP, RawFormat, RawReplyParser
@@ -73,6 +74,22 @@ async def test_what_waits_for_a_busy_loop_goes_out_as_one_piece_and_joins_exactl
         assert "".join(pieces) == text
         assert len(pieces) <= 4
         generator.close()
+        await client.close()
+
+
+async def test_while_the_streams_are_behind_tokens_are_gathered_and_none_is_late_for_long(monkeypatch):
+    """The first piece goes out at once; after streams that took long, what comes meanwhile goes out together."""
+    monkeypatch.setattr(router_link, "_BEHIND_S", -1.0)  # always behind
+    monkeypatch.setattr(router_link, "_GATHER_S", 0.05)
+    monkeypatch.setattr(router_link.RouterLink, "_note_busy", lambda link, since_s: setattr(link, "_busy_s", 1.0))
+    async with running_router(lambda request, index: Script([*range(100)], gap_s=0.001)) as router:
+        client = RouterClient(router.address)
+        stream = client.generate(request(1), timeout_s=20)
+        pieces = []
+        while responses := await stream.take():
+            pieces.append([token for response in responses for token in response.chunk.token_ids])
+        assert [token for piece in pieces for token in piece] == [*range(100)]
+        assert len(pieces) <= 60
         await client.close()
 
 
