@@ -1,9 +1,10 @@
 """KV transfer between two GPUs of one host: builds, checks every byte, breaks things, then measures; a short table last.
 
-    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 500]
+    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 400] [--seconds 140]
 
 Every group is a process that sees one GPU only, as Ray gives it one; groups of several ranks hold all of them in that process. Parts are
-guarded: one that fails prints the end of its traceback, and the others go on. Needs two GPUs, nvcc, torch.
+guarded: one that fails or hangs prints the end of its traceback, and the others go on with fresh processes. Figures come first, since
+`--seconds` may end the run. Needs two GPUs, nvcc, torch.
 """
 
 from __future__ import annotations
@@ -27,26 +28,49 @@ from kernels import cuda_library
 from kv_transfer.transports import nixl
 
 PROMPT = 8192
+PART_S = 25.0
+LONGER_PARTS_S = {"race": 35.0, "faults": 35.0, "nccl faults": 35.0}
 FIRST_COMPILE = ("kv_copy", "device_memory")
 TIMING, RACE = "benchmarks.transfer_gpu_timing", "benchmarks.transfer_gpu_race"
+
+
+class PartTimeout(Exception):
+    """A part took longer than it may."""
+
+
+def _out_of_time(number: int, frame: object) -> None:
+    raise PartTimeout
 
 
 class Bench:
     """The two groups that most parts use, the parts, and what they found."""
 
-    def __init__(self, out: Path, victims: int):
+    def __init__(self, out: Path, victims: int, seconds: float):
         self.out, self.victims = out, victims
+        self.ends_at = time.monotonic() + seconds
         self.context = multiprocessing.get_context("spawn")
         self.lines: list[str] = []
         self.records: list[dict] = []
         self.failed: list[str] = []
         self.transfer_id = 100
-        self.prefill, self.decode = Child(self.context, 0), Child(self.context, 1)
+        self.children: list[Child] = []
+        self.prefill, self.decode = self.start(0), self.start(1)
+        self.standby = [self.start(0), self.start(1)]
         self.spare: dict[int, list[Child]] = {0: [], 1: []}
+        signal.signal(signal.SIGALRM, _out_of_time)
+
+    def start(self, gpu: int) -> Child:
+        self.children.append(Child(self.context, gpu))
+        return self.children[-1]
+
+    def ready(self) -> str:
+        """Waits for the groups of the first parts. Returns: names of the GPUs"""
+        return ", ".join(child.ready().device for child in (self.prefill, self.decode, *self.standby))
 
     def start_spares(self) -> None:
-        """Groups to be killed and stopped later; they start beside the first parts."""
-        self.spare = {0: [Child(self.context, 0) for _ in range(3)], 1: [Child(self.context, 1) for _ in range(4)]}
+        """Groups to be killed and stopped later; they start beside parts that measure no time."""
+        if not self.spare[0]:
+            self.spare = {0: [self.start(0) for _ in range(3)], 1: [self.start(1) for _ in range(6)]}
 
     def next_id(self) -> int:
         self.transfer_id += 1
@@ -58,21 +82,34 @@ class Bench:
 
     def part(self, name: str, run: Callable[[], None]) -> None:
         began = time.monotonic()
+        limit_s = min(LONGER_PARTS_S.get(name, PART_S), self.ends_at - began)
+        if limit_s < 2:
+            self.failed.append(name)
+            self.say(f"{name}: not reached in the time of the run")
+            return
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             for child in (self.prefill, self.decode):
                 child.ask("drop")
             run()
         except Exception:  # noqa: BLE001 the other parts go on
+            signal.setitimer(signal.ITIMER_REAL, 0)
             self.failed.append(name)
-            self.say(f"{name}: FAILED\n{traceback.format_exc()[-1800:]}")
+            self.say(f"{name}: FAILED after {time.monotonic() - began:.1f} s\n{traceback.format_exc()[-1800:]}")
             self.revive()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self.save()
         print(f"  [{name}: {time.monotonic() - began:.1f} s]", flush=True)
 
     def revive(self) -> None:
         """Groups that a failed part may have left in any state are replaced."""
-        for child in (self.prefill, self.decode):
-            child.kill()
-        self.prefill, self.decode = Child(self.context, 0), Child(self.context, 1)
+        kept = [*self.standby, *self.spare[0], *self.spare[1]]
+        for child in self.children:
+            if child not in kept:
+                child.kill()
+        self.children = kept
+        (self.prefill, self.decode), self.standby = self.standby, [self.start(0), self.start(1)]
 
     def record(self, transport: str, tp_from: int, tp_to: int, nbytes: int, gb_per_s: float, plain: float, **more: object) -> None:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
@@ -97,6 +134,7 @@ class Bench:
 
     def every_pair(self) -> None:
         prompts = (1, 15, 17, 127, 129, 1000, 1025)
+        self.start_spares()
         count = 0
         for tp_to in (1, 2, 4):
             self.prefill.ask("drop")
@@ -111,17 +149,18 @@ class Bench:
 
     def race(self) -> None:
         address = tempfile.mktemp(prefix="tandem-race-")
-        self.decode.tell("call", RACE, "race_decode", address, self.victims)
+        self.decode.tell("call", RACE, "race_decode", address)
         self.prefill.tell("call", RACE, "race_prefill", address, self.victims)
-        errors = self.prefill.answer(90)
-        found = self.decode.answer(90)
-        self.say(f"race: {self.victims} victims, {found['outcome']}, WRONG {len(found['wrong'])}, blocks not free {found['not_free']}, "
-                 f"written while free {found['changed']}; writers: {errors}")  # fmt: skip
+        errors, found = self.prefill.answer(), self.decode.answer()
+        count = sum(found["outcome"].values())
+        self.say(f"race: {count} victims, {found['outcome']}, WRONG {len(found['wrong'])}, blocks not free {found['not_free']}, "
+                 f"written while free {found['changed']}, still open {found['open']}; writers: {errors}")  # fmt: skip
         if found["wrong"]:
             self.say("\n".join(found["wrong"][:3]))
 
     def faults(self) -> None:
         """Kill, stop and continue of either side at byte 0, half and end."""
+        self.start_spares()
         layers, tokens = 12, 1024
         self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens)
         self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0xBEEF)
@@ -242,7 +281,7 @@ class Bench:
         self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=0xBEEF)
         self.equal(tokens)
         for what, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            victim = Child(self.context, 1).ready()
+            victim = (self.spare[1].pop() if self.spare[1] else self.start(1)).ready()
             victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=self.next_id())
             again = self.next_id()
             answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)  # there is a communicator now
@@ -307,10 +346,13 @@ class Bench:
                  f"host time of enqueueing {got['host_ms']:.1f} ms")  # fmt: skip
         self.records.append({"overlap": got, "tokens": tokens, "graph": graph})
 
-    def close(self) -> None:
-        for child in (self.prefill, self.decode, *self.spare[0], *self.spare[1]):
-            child.kill()
+    def save(self) -> None:
         (self.out / "transfer_gpu.json").write_text(json.dumps(self.records, indent=1) + "\n")
+
+    def close(self) -> None:
+        for child in self.children:
+            child.kill()
+        self.save()
         print("\n== summary ==")
         print("\n".join(self.lines))
         print(f"failed parts: {', '.join(self.failed) or 'none'}", flush=True)
@@ -318,16 +360,16 @@ class Bench:
 
 def parts(bench: Bench) -> dict[str, Callable[[], None]]:
     return {
-        "every pair": bench.every_pair,
-        "kernel": bench.kernel,
         "cuda_ipc TP1": lambda: bench.rate("cuda_ipc", 1),
         "cuda_ipc TP2": lambda: bench.rate("cuda_ipc", 2),
-        "1024 tokens": lambda: bench.hand_over_ms(1024),
         "8192 tokens": lambda: bench.hand_over_ms(PROMPT),
+        "1024 tokens": lambda: bench.hand_over_ms(1024),
         "overlap": lambda: bench.overlap(PROMPT, 100.0, False),
         "overlap 1024": lambda: bench.overlap(1024, 20.0, True),
-        "race": bench.race,
+        "kernel": bench.kernel,
+        "every pair": bench.every_pair,
         "faults": bench.faults,
+        "race": bench.race,
         "nccl": lambda: bench.checked("nccl"),
         "nccl rates": bench.nccl_rates,
         "nccl faults": bench.nccl_faults,
@@ -341,20 +383,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the records")
     parser.add_argument("--only", nargs="+", help="names of parts")
-    parser.add_argument("--victims", type=int, default=500)
+    parser.add_argument("--victims", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=140.0, help="after which parts are not begun")
     arguments = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a pair has no use for multicast
     began = time.monotonic()
     cuda_library.build_all(FIRST_COMPILE)
     print(f"compiled: {time.monotonic() - began:.1f} s", flush=True)
-    bench = Bench(arguments.out, arguments.victims)
-    print(f"GPUs: {bench.prefill.answer(120)}, {bench.decode.answer(120)}; ready after {time.monotonic() - began:.1f} s", flush=True)
-    bench.prefill.is_ready = bench.decode.is_ready = True
+    bench = Bench(arguments.out, arguments.victims, arguments.seconds - (time.monotonic() - began))
+    print(f"GPUs: {bench.ready()}; ready after {time.monotonic() - began:.1f} s", flush=True)
     chosen = {name: run for name, run in parts(bench).items() if arguments.only is None or name in arguments.only}
-    if "faults" in chosen:
-        bench.start_spares()
-    for name, run in chosen.items():
-        bench.part(name, run)
-    bench.close()
+    try:
+        for name, run in chosen.items():
+            bench.part(name, run)
+    finally:
+        bench.close()
 
 
 if __name__ == "__main__":

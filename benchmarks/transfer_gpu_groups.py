@@ -187,6 +187,7 @@ class PrefillGroup:
         self.num_blocks = (blocks + 3, blocks + 3)
         rng = random.Random(self.num_tokens)
         self.block_ids = [rng.sample(range(blocks + 3), blocks) for _ in range(2)]
+        self.tables = [torch.tensor(ids, device=CUDA) for ids in self.block_ids]
         self.views, self.senders = [], []
         for rank in range(self.tp):
             buffer = torch.empty(pool_bytes(self.g, self.tp, self.num_blocks), dtype=torch.uint8, device=CUDA)
@@ -197,11 +198,11 @@ class PrefillGroup:
         return [f"{rate.transport} at {rate.gb_per_s or 0:.0f} GB/s" for sender in self.senders for rate in sender.rates()]
 
     def fill(self, seed: int, layer: int) -> None:
-        """Enqueues what computing the layer's K and V would write."""
+        """Enqueues what computing the layer's K and V would write, and waits for nothing."""
         g, n = self.g, self.num_tokens
         values = truth(g, seed, layer, n)
         position = torch.arange(n, device=CUDA)
-        ids = torch.tensor(self.block_ids[g.sliding[layer]], device=CUDA)[position // g.block_size_tokens]
+        ids = self.tables[g.sliding[layer]][position // g.block_size_tokens]
         for view in self.views:
             part = values[:, view.heads.start : view.heads.start + view.heads.count]
             view.layer(layer).view(torch.int16)[ids, :, :, position % g.block_size_tokens] = part.permute(2, 0, 1, 3)
@@ -230,7 +231,7 @@ class PrefillGroup:
         self, reservation: bytes, seed: int | None, *, pause_at: int = -1, hold_ms: float = 0, pipe=None, deadline_s=30.0
     ) -> dict:
         """A whole transfer. `seed`: fill first; `pause_at`: says "paused" before that layer and waits for a word, with work of hold_ms
-        enqueued on the device so that what was pushed has not all landed.
+        enqueued on the device before the two layers ahead of it, so that these have not landed.
 
         Returns: digests by decode rank, bytes, error name or empty, seconds from the first push to the last ack
         """
@@ -238,9 +239,9 @@ class PrefillGroup:
         torch.cuda.synchronize()
         began = time.perf_counter()
         for layer in range(self.layers):
+            if hold_ms and layer == max(pause_at - 2, 0):
+                torch.cuda._sleep(int(hold_ms * 1.6e6))
             if layer == pause_at:
-                if hold_ms:
-                    torch.cuda._sleep(int(hold_ms * 1.6e6))
                 pipe.send(("paused", None))
                 pipe.recv()
             if seed is not None:
@@ -333,11 +334,11 @@ class Child:
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
         theirs.close()
-        self.is_ready = False
+        self.is_ready, self.device = False, ""
 
     def ready(self, timeout_s: float = 90.0) -> Child:
         if not self.is_ready:
-            self.answer(timeout_s)
+            self.device = self.answer(timeout_s)
             self.is_ready = True
         return self
 
@@ -364,4 +365,4 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGCONT)
         self.process.kill()
-        self.process.join(10)
+        self.process.join(5)

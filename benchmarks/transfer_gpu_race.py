@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from benchmarks.transfer_gpu_groups import Side
 
 LAYERS, LEASE_S, KEPT_S = 4, 0.05, 0.03
+RACE_S, END_S = 15.0, 8.0  # in which transfers are begun, and in which the last ones must be over
 WRITER = types_pb2.GroupDescription(incarnation=4, address="p", ranks=[types_pb2.ProcessIdentity(host="elsewhere", pid=1)])
 WRITERS = ((1, 65), (2, 48), (1, 100), (2, 17))  # tp, tokens
 DELAYS_MS = (0, 0, 0, 2, 20, 80)
 
 
 class RaceDecode:
-    def __init__(self, group: DecodeGroup, victims: int):
-        self.group, self.victims = group, victims
+    def __init__(self, group: DecodeGroup):
+        self.group = group
         self.ledger = TransferLedger(group.incarnation, fence_retry_s=0.02)
         self.lock = threading.RLock()
         self.outcome: Counter[str] = Counter()
@@ -104,10 +105,10 @@ class RaceDecode:
             return
 
 
-def race_decode(side: Side, address: str, victims: int) -> dict:
+def race_decode(side: Side, address: str) -> dict:
     """Returns: outcomes, what was wrong, blocks that are not free, blocks that changed while they were free"""
     group = side.group = DecodeGroup(tp=2, layers=LAYERS, num_blocks=(24, 24), incarnation=0xACE)
-    race = RaceDecode(group, victims)
+    race = RaceDecode(group)
     rng = random.Random(1)
     with Listener(address, "AF_UNIX") as listener:
         race.fences = listener.accept()
@@ -115,7 +116,7 @@ def race_decode(side: Side, address: str, victims: int) -> dict:
         threads += [threading.Thread(target=race.serve, args=(listener.accept(),), daemon=True) for _ in WRITERS]
         for thread in threads:
             thread.start()
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + RACE_S + END_S
         while time.monotonic() < give_up:
             with race.lock:
                 now = time.monotonic()
@@ -123,7 +124,8 @@ def race_decode(side: Side, address: str, victims: int) -> dict:
                 if rng.random() < 0.2 and race.seeds:
                     race.act(race.ledger.abort(f"r{max(race.seeds) - rng.randrange(4)}", now))
                 race.end_sequences(now)
-                if race.outcome.total() >= victims and not race.running and not race.ledger.num_open:
+                is_over = not any(thread.is_alive() for thread in threads[1:])  # writers hang up
+                if is_over and not race.running and not race.ledger.num_open:
                     break
             time.sleep(0.003)
     torch.cuda.synchronize()
@@ -151,9 +153,11 @@ class Writer:
         return self.connection.recv()
 
     def run(self, victims: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+        until = time.monotonic() + RACE_S
+        with self.connection, torch.cuda.stream(torch.cuda.Stream(CUDA)):
             for i in range(victims):
-                self.one(1 + self.index + len(WRITERS) * i)
+                if time.monotonic() < until:
+                    self.one(1 + self.index + len(WRITERS) * i)
 
     def one(self, transfer_id: int) -> None:
         while (reservation := self.ask("reserve", transfer_id, self.group.num_tokens, transfer_id)) is None:
@@ -256,7 +260,7 @@ def race_prefill(side: Side, address: str, victims: int) -> dict:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(70)
+        thread.join(RACE_S + END_S)
     if failures:
         raise failures[0]
     return dict(sum((writer.errors for writer in writers), Counter()))

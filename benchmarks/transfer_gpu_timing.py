@@ -17,7 +17,7 @@ from kernels.digest import DigestKey
 from kernels.kv_copy import Segment, TileShape, kv_copy
 from kv_transfer.cuda_device import CudaDevice
 from kv_transfer.deadline import Deadline
-from kv_transfer.outgoing import Outgoing
+from kv_transfer.outgoing import Outgoing, PushResult
 from kv_transfer.push import DevicePart, Push
 from kv_transfer.transports.base import Link
 from kv_transfer.transports.choose import LinkOpener
@@ -235,7 +235,7 @@ def overlap(side: Side, reservations: list[bytes], total_ms: float, graph: bool)
             transfer_id = group.begin(reservation) if with_push else 0
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            done: list[float] = []
+            done: list[tuple[float, PushResult]] = []
             began = time.perf_counter()
             start.record()
             for layer in range(group.layers):
@@ -251,14 +251,15 @@ def overlap(side: Side, reservations: list[bytes], total_ms: float, graph: bool)
                 alone.append(start.elapsed_time(end))
                 continue
             host.append(1e3 * (time.perf_counter() - began))
-            group.senders[0].finish(transfer_id, lambda result, done=done: done.append(time.perf_counter()))
+            group.senders[0].finish(transfer_id, lambda result, done=done: done.append((time.perf_counter(), result)))
             while not end.query():
                 time.sleep(20e-6)
             ended = time.perf_counter()
             while not done:
                 time.sleep(20e-6)
             pushed.append(start.elapsed_time(end))
-            late.append(1e3 * (done[0] - ended))
+            late.append(1e3 * (done[0][0] - ended))
+            assert done[0][1].error is None, done[0][1]
     return {
         "alone_ms": median(alone[1:]), "pushed_ms": median(pushed[1:]), "slower": median(pushed[1:]) / median(alone[1:]) - 1,
         "last_byte_after_ms": median(late[1:]), "last_byte_after_worst_ms": max(late[1:]), "host_ms": median(host[1:]),
