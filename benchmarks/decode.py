@@ -13,10 +13,8 @@ import argparse
 import datetime
 import gc
 import json
-import re
 import statistics
 import subprocess
-import sys
 import time
 import traceback
 from collections import defaultdict
@@ -24,15 +22,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decode_checks import CHECKS, PROBES
+from benchmarks.decode_checks import CHECKS
 from benchmarks.decode_kernels import COPY_GBPS, attention_rows, dense_rows, expert_rows
 from benchmarks.decode_random import random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
-from kernels import attention_decode, cuda_library, moe_decode
+from kernels import cuda_library
 from model.decode_cuda import CudaDecode
 
 STEPS = 100
-PROBE_TIMEOUT_S = 60.0
 # ms: floor, vLLM 0.24 on the same GPU, goal
 TARGETS = {
     ("20b", 1, 8192): (0.9, 2.85, 1.6), ("20b", 8, 8192): (2.5, 5.16, 3.4), ("20b", 32, 8192): (4.4, 7.58, 5.6),
@@ -83,53 +80,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class Variants:
-    """Which variants of a kernel work, and which is the fastest at a batch. Each is tried in a process of its own first."""
-
-    def __init__(self, report: Report):
-        self.working: dict[str, list[int]] = {"attention": [], "experts": []}
-        self._times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        self._report = report
-
-    def probe(self) -> None:
-        started = {name: self._start(name) for name in PROBES}
-        for name, process in started.items():
-            kernel, number = name.split()
-            try:
-                output = process.communicate(timeout=PROBE_TIMEOUT_S)[0]
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output = process.communicate()[0] + f"\nno end within {PROBE_TIMEOUT_S} s"
-            last = (output.strip().splitlines() or ["no output"])[-1][:200]
-            if process.returncode == 0:
-                self.working[kernel].append(int(number))
-            else:
-                with (self._report.out / "errors.log").open("a") as file:
-                    file.write(f"== variant {name}\n{output}\n")
-            self._report.line(f"{'ok    ' if process.returncode == 0 else 'FAILED'} variant {name}: {last}")
-
-    def _start(self, name: str) -> subprocess.Popen:
-        command = [sys.executable, __file__, "--probe", name, "--out", str(self._report.out)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def record(self, kernel: str, rows):
-        """Passes rows on and keeps the times of names with ' v<number> ' in them."""
-        for name, batch, us, nbytes in rows:
-            if " v" in name:
-                self._times[kernel, batch, int(name.split(" v")[1].split()[0])].append(us / nbytes)
-            yield name, batch, us, nbytes
-
-    def choose(self, batch: int) -> str:
-        """Sets the fastest measured ones for a batch. Returns: what was chosen"""
-        for kernel, module in (("attention", attention_decode), ("experts", moe_decode)):
-            known = [v for v in self.working[kernel] if (kernel, batch, v) in self._times]
-            if known:
-                module.VARIANT = min(known, key=lambda v: sum(self._times[kernel, batch, v]))
-            elif self.working[kernel] and module.VARIANT not in self.working[kernel]:
-                module.VARIANT = self.working[kernel][0]
-        return f"attention v{attention_decode.VARIANT}, experts v{moe_decode.VARIANT}"
-
-
 def run_checks(report: Report) -> None:
     for name, check in CHECKS.items():
 
@@ -169,31 +119,16 @@ def profile_step(report: Report, decode: CudaDecode, rows: int, title: str) -> N
         report.detail(f"  {name:90} {len(times) / 3:6.1f} {statistics.median(times):9.2f} {sum(times) / 3:10.1f}")
 
 
-def without_ahead(report: Report, decode: CudaDecode, rows: int, steps: int) -> None:
-    """The same step with nothing asked for into L2 ahead of its kernel."""
-    nbytes, cuda_library.nbytes = cuda_library.nbytes, lambda tensor: 0
-    try:
-        report.line(f"       without prefetch into L2: {statistics.median(step_times(decode, rows, steps)):.3f} ms")
-    finally:
-        cuda_library.nbytes = nbytes
-
-
-def time_model(report: Report, variants: Variants, name: str, cases: list[tuple[int, int]], steps: int) -> None:
+def time_model(report: Report, name: str, cases: list[tuple[int, int]], steps: int) -> None:
     config = gpt_oss_config(name)
     weights = random_weights(config)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     batches = (1, 8, 32, 64) if name == "120b" else (1, 8, 32, 64, 128)
 
-    def experts():
-        print_rows(
-            report, f"{name} experts", variants.record("experts", expert_rows(config, weights, batches, variants.working["experts"]))
-        )
-
-    report.section(f"experts {name}", experts)
+    report.section(f"experts {name}", lambda: print_rows(report, f"{name} experts", expert_rows(config, weights, batches)))
     for rows, context in cases:
 
         def one(rows=rows, context=context):
-            chosen = variants.choose(rows)
             decode = random_decode(config, weights, rows, context)
             times = step_times(decode, rows, steps)
             median = statistics.median(times)
@@ -207,13 +142,11 @@ def time_model(report: Report, variants: Variants, name: str, cases: list[tuple[
             verdict = "meets" if median <= goal else "MISSES"
             report.line(
                 f"{name:>4} B={rows:<3} context {context:>6}: {median:7.3f} ms (min {min(times):.3f}, max {max(times):.3f})  floor {floor}"
-                f"  peer {peer} ({peer / median:.2f}x)  {verdict} goal {goal}  [{chosen}]"
+                f"  peer {peer} ({peer / median:.2f}x)  {verdict} goal {goal}"
             )
             report.save()
             if context == 8192:
                 report.section(f"profile {name} B={rows}", lambda: profile_step(report, decode, rows, f"{name} B={rows}"))
-            if rows <= 32:
-                report.section("without ahead", lambda: without_ahead(report, decode, rows, steps))
 
         report.section(f"step {name} B={rows} context {context}", one)
     if name == "20b":
@@ -222,16 +155,12 @@ def time_model(report: Report, variants: Variants, name: str, cases: list[tuple[
 
 def print_rows(report: Report, title: str, rows) -> None:
     report.detail(f"{title}: kernel, batch, us, GB/s, share of {COPY_GBPS:.0f} GB/s")
-    best: dict[tuple[str, int], str] = {}
     for name, batch, us, nbytes in rows:
         rate = nbytes / us / 1000
         text = f"  {name:34} B={batch:<4} {us:9.2f} us {rate:8.0f} GB/s {rate / COPY_GBPS:6.1%}"
         report.detail(text)
         if name.startswith("both") or "full" in name or name == "sliding":
-            key = (re.sub(r" v\d+", "", name), batch)
-            best[key] = min(best.get(key, text), text, key=lambda t: float(t.split("us")[0].split()[-1]))
-    for text in best.values():
-        report.summary.append(text)
+            report.summary.append(text)
 
 
 def main() -> None:
@@ -240,28 +169,18 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="20b,120b")
-    parser.add_argument("--probe", choices=list(PROBES), help="one variant's check alone; the run starts these itself")
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    if args.probe:
-        print(PROBES[args.probe]())
-        return
     report = Report(args.out)
-    variants = Variants(report)
     report.section("build", cuda_library.build_all)
-    report.section("variants", variants.probe)
-    report.line(f"until measured: {variants.choose(0)}")
     if args.check:
         run_checks(report)
     if args.time:
-        report.section(
-            "attention",
-            lambda: print_rows(report, "attention", variants.record("attention", attention_rows(variants.working["attention"]))),
-        )
+        report.section("attention", lambda: print_rows(report, "attention", attention_rows()))
         cases = {name: [(rows, context) for model, rows, context in TARGETS if model == name] for name in args.models.split(",")}
         for name, wanted in cases.items():
-            report.section(name, lambda name=name, wanted=wanted: time_model(report, variants, name, wanted, args.steps))
+            report.section(name, lambda name=name, wanted=wanted: time_model(report, name, wanted, args.steps))
     report.save()
     print("\n".join(report.summary))
 

@@ -35,7 +35,7 @@ def errors(got: Tensor, want: Tensor, what: str, largest: float, rms: float) -> 
     return f"{top:.1e}/{mean:.1e}"
 
 
-def _moe(experts: int, batches: tuple[int, ...], variant: int | None = None) -> str:
+def _moe(experts: int, batches: tuple[int, ...]) -> str:
     matrices = []
     for rows in (5760, 2880):
         blocks = torch.randint(0, 256, (experts, rows, 90, 16), dtype=torch.uint8, device="cuda")
@@ -55,7 +55,7 @@ def _moe(experts: int, batches: tuple[int, ...], variant: int | None = None) -> 
         arrived, outputs, local = torch.zeros(2, dtype=torch.int32, device="cuda"), [], ids >= 0
         for _ in range(2):
             hidden, out = nans(batch * 4, 2880), nans(batch, 4, 2880)
-            launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, variant=variant)
+            launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT)
             assert not arrived.any(), "the kernel left its counters raised"
             assert out[~local].isnan().all(), "rows without an expert were written"
             worst.append(errors(out[local], want[local], f"E{experts} B{batch}", 2e-2, 4e-3))
@@ -169,7 +169,7 @@ def check_sliding_attention() -> str:
     return f"{line}; window and sink exact"
 
 
-def check_full_attention(variant: int | None = None) -> str:
+def check_full_attention() -> str:
     lines = []
     for lens in ([1, 127, 128, 129, 511, 512, 513, 8192, 5000], [8192] * 32, [40000], [1025, 0, 17]):
         q, pool, table, starts, seq_lens, sink = _attention_case(lens, [0] * len(lens))
@@ -177,23 +177,17 @@ def check_full_attention(variant: int | None = None) -> str:
         workspace = SplitWorkspace.allocate(len(lens), 8, sum(lens), "cuda")
         workspace.cu_chunks[: len(lens) + 1] = torch.tensor([0, *map(num_chunks, lens)], device="cuda").cumsum(0)
         out = nans(*q.shape)
-        launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
+        launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8)
         lines.append(errors(out, want, f"full {lens[:4]}", 1e-2, 5e-3))
         assert not workspace.arrived.any()
         assert not workspace.tickets.any()
         alone = SplitWorkspace.allocate(1, 8, lens[0], "cuda")
         alone.cu_chunks[1] = num_chunks(lens[0])
         one = nans(*q[:1].shape)
-        launch_full(q[:1], pool, table[:1], seq_lens[:1], sink, one, alone, sm_scale=0.125, group=8, variant=variant)
-        launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
+        launch_full(q[:1], pool, table[:1], seq_lens[:1], sink, one, alone, sm_scale=0.125, group=8)
+        launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8)
         assert torch.equal(one[0], out[0]), "a row depends on its batch"
     return f"worst {max(lines)}; batch-invariant"
-
-
-PROBES: dict[str, Callable[[], str]] = {
-    **{f"attention {v}": lambda v=v: check_full_attention(v) for v in range(4)},
-    **{f"experts {v}": lambda v=v: f"{_moe(32, BATCHES, v)}; {_moe(128, (1, 8, 64), v)}" for v in range(3)},
-}  # variants that are still to be chosen from; each runs in a process of its own first, since a wrong one may never end
 
 
 def check_sampling() -> str:

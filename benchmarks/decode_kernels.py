@@ -45,26 +45,24 @@ def graph_us(launches: list[Callable[[], None]], repeats: int = 15) -> float:
     return statistics.median(times[3:])
 
 
-def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...], variants: list[int]) -> Iterator[Row]:
+def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:
     """Both expert products; bytes: the hit experts' weights."""
     for batch in batches:
-        yield from _expert_case(config, weights, batch, variants)
+        yield from _expert_case(config, weights, batch)
 
 
-def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int, variants: list[int]) -> Iterator[Row]:
+def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
     layers = weights.layers
     ids = random_choices(len(layers), batch, config)
     hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(layers)
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
     arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
 
-    for variant in variants:
+    def both(i):
+        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0)
 
-        def both(i, variant=variant):
-            launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0, variant=variant)
-
-        us = graph_us([partial(both, i) for i in range(len(layers))])
-        yield f"both v{variant} products ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
+    us = graph_us([partial(both, i) for i in range(len(layers))])
+    yield f"both products ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
 
 
 def dense_rows(config: ModelConfig, weights: DecodeWeights) -> Iterator[Row]:
@@ -126,10 +124,10 @@ def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) ->
     yield "sample top-k top-p", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes
 
 
-def attention_rows(variants: list[int]) -> Iterator[Row]:
+def attention_rows() -> Iterator[Row]:
     """Sliding and full attention over distinct pools; bytes: the keys and values."""
     for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024)):
-        yield from _attention_case(batch, context, variants)
+        yield from _attention_case(batch, context)
 
 
 def full_case(batch: int, context: int, layers: int = 8):
@@ -141,18 +139,17 @@ def full_case(batch: int, context: int, layers: int = 8):
     workspace = SplitWorkspace.allocate(batch, 8, batch * context, "cuda")
     workspace.cu_chunks.copy_(torch.arange(batch + 1) * num_chunks(context))
 
-    def full(i, variant=None):
+    def full(i):
         pool = pools[i % len(pools)]
-        launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8, variant=variant)
+        launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=0.125, group=8)
 
     return full, (q, out, sink, lens, table, pools)
 
 
-def _attention_case(batch: int, context: int, variants: list[int], layers: int = 8) -> Iterator[Row]:
+def _attention_case(batch: int, context: int, layers: int = 8) -> Iterator[Row]:
     full, (q, out, sink, lens, table, pools) = full_case(batch, context, layers)
-    for variant in variants:
-        us = graph_us([partial(full, i, variant) for i in range(layers)])
-        yield f"full v{variant} context {context}", batch, us, batch * context * 2048
+    us = graph_us([partial(full, i) for i in range(layers)])
+    yield f"full context {context}", batch, us, batch * context * 2048
     if context == 8192:
         start, near = torch.full_like(lens, context - 128), table[:, -9:].contiguous()
 

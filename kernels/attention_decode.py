@@ -17,7 +17,6 @@ from kernels.reference import paged_attention_ref
 
 BLOCK_SIZE, HEAD_DIM, MAX_GROUP = 16, 64, 8
 CHUNK_TOKENS, MAX_CHUNKS = 512, 64
-VARIANT = 3  # 0, 1: copy engine, one and two blocks a multiprocessor; 2, 3: copies by threads, turned against bank conflicts
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,12 @@ def attention_sliding(
     *,
     window: int,
     sm_scale: float,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its last `window` keys.
 
     Shapes: q, out [B, H, D] bf16; kv_pool [N, 2, K, S, D] bf16; block_table [B, M] int32, oldest block first; sink [H] fp32
     Shapes: kv_start [B] int32: position of the table's first token; seq_lens [B] int32, counts the new token, 0 for a padded row
-    Units: window: keys visible, the query's own included; sm_scale: 1 / sqrt(head_dim); ahead: a later kernel's weights, asked for into L2
+    Units: window: keys visible, the query's own included; sm_scale: 1 / sqrt(head_dim)
     Returns: out; padded rows get zeros. The sink counts once, unscaled.
     Effects: one kernel; reads kv_pool only; no host sync; capturable. A row does not depend on the others, bit for bit.
     Raises: ShapeError
@@ -79,7 +77,7 @@ def attention_sliding(
     group = _check(q, kv_pool, block_table, "attention_sliding")
     if not cuda_library.runs(q):
         return _on_cpu(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window, sm_scale)
-    launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window=window, sm_scale=sm_scale, group=group, ahead=ahead)
+    launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, window=window, sm_scale=sm_scale, group=group)
     return out
 
 
@@ -93,7 +91,6 @@ def attention_full(
     workspace: SplitWorkspace,
     *,
     sm_scale: float,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over all its keys. Shapes, effects and errors as in `attention_sliding`; tables start at position 0.
 
@@ -102,38 +99,24 @@ def attention_full(
     group = _check(q, kv_pool, block_table, "attention_full")
     if not cuda_library.runs(q):
         return _on_cpu(q, kv_pool, block_table, torch.zeros_like(seq_lens), seq_lens, sink, out, None, sm_scale)
-    launch_full(q, kv_pool, block_table, seq_lens, sink, out, workspace, sm_scale=sm_scale, group=group, ahead=ahead)
+    launch_full(q, kv_pool, block_table, seq_lens, sink, out, workspace, sm_scale=sm_scale, group=group)
     return out
 
 
-def launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, *, window: int, sm_scale: float, group: int, ahead=None) -> None:
+def launch_sliding(q, kv_pool, block_table, kv_start, seq_lens, sink, out, *, window: int, sm_scale: float, group: int) -> None:
     """The launch alone; arguments as in `attention_sliding`, group = H / K."""
     cuda_library.call(
-        "attention_sliding", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, ahead,
-        cuda_library.nbytes(ahead), q.shape[0], kv_pool.shape[2], group, block_table.shape[1], window, float(sm_scale),
+        "attention_sliding", "tandem_attention_sliding", q, kv_pool, block_table, kv_start, seq_lens, sink, out, q.shape[0],
+        kv_pool.shape[2], group, block_table.shape[1], window, float(sm_scale),
     )  # fmt: skip
 
 
-def launch_full(
-    q,
-    kv_pool,
-    block_table,
-    seq_lens,
-    sink,
-    out,
-    workspace: SplitWorkspace,
-    *,
-    sm_scale: float,
-    group: int,
-    ahead: Tensor | None = None,
-    variant: int | None = None,
-) -> None:
+def launch_full(q, kv_pool, block_table, seq_lens, sink, out, workspace: SplitWorkspace, *, sm_scale: float, group: int) -> None:
     """The launch alone; arguments as in `attention_full`, group = H / K."""
     cuda_library.call(
         "attention_full", "tandem_attention_full", q, kv_pool, block_table, seq_lens, sink, out, workspace.cu_chunks,
-        workspace.partial_acc, workspace.partial_stats, workspace.arrived, workspace.tickets, ahead, cuda_library.nbytes(ahead),
-        q.shape[0], kv_pool.shape[2], group, block_table.shape[1], float(sm_scale), cuda_library.multiprocessors(q.device.index or 0),
-        VARIANT if variant is None else variant,
+        workspace.partial_acc, workspace.partial_stats, workspace.arrived, workspace.tickets, q.shape[0],
+        kv_pool.shape[2], group, block_table.shape[1], float(sm_scale), cuda_library.multiprocessors(q.device.index or 0),
     )  # fmt: skip
 
 

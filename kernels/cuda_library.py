@@ -83,11 +83,6 @@ def call(name: str, function: str, *arguments: Tensor | int | float | bool | Non
         raise KernelError(f"{function}: {reason}")
 
 
-def nbytes(tensor: Tensor | None) -> int:
-    """Bytes of what a kernel is handed as address and size."""
-    return 0 if tensor is None else tensor.nbytes
-
-
 def _convert(argument):
     if argument is None:
         return ctypes.c_void_p(0)

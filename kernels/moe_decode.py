@@ -20,8 +20,7 @@ from kernels import cuda_library
 from kernels.reference import MXFP4_GROUP, experts_ref, mxfp4_dequant_ref
 
 UNIT_ROWS, UNIT_BYTES, CODE_BYTES = 32, 544, 512
-VARIANT = 1  # 0: scales to the weights before the product; 1: to the sums after it; 2: as 1, groups of 24 tokens
-MAX_SCALE = 128  # 2^1: the decoder multiplies by 2^(scale - 1), which must be a finite bf16
+MAX_SCALE = 128  # 2^1: the kernel multiplies by 2^(scale - 1), whose exponent must fit a byte
 # For each pair of columns (2 j, 2 j + 1) of a lane's eight: where the word keeps sign, exponent high, exponent low, mantissa of each
 # half, chosen so that one rotation (or one multiplication, for the last pair) brings all four to their places in bf16.
 BIT_PLACES = (
@@ -113,20 +112,18 @@ def experts_decode(
     out: Tensor,
     alpha: float,
     limit: float,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Every (token, expert) pair's output before the weighted sum.
 
     Shapes: x [B, C] bf16; expert_ids [B, k] int32, -1 for padded rows; hidden [B * k, I] bf16 scratch; out [B, k, C] bf16
     Shapes: arrived [2] int32, zero between launches
-    Units: ahead: a later kernel's weights, asked for into L2 at the end
     Returns: out; entries of experts that are not local, or -1, are left as they were
     Effects: one kernel that fills the device; no host sync; capturable. A pair's result does not depend on the other pairs, bit for bit.
     Raises: KernelError for a shape without instance
     """
     if not cuda_library.runs(x):
         return _experts_on_cpu(x, expert_ids, weights, out, alpha, limit)
-    launch_experts(x, expert_ids, weights, hidden, arrived, out, alpha=alpha, limit=limit, ahead=ahead)
+    launch_experts(x, expert_ids, weights, hidden, arrived, out, alpha=alpha, limit=limit)
     return out
 
 
@@ -140,18 +137,15 @@ def launch_experts(
     *,
     alpha: float,
     limit: float,
-    ahead: Tensor | None = None,
     blocks: int = 0,
-    variant: int | None = None,
 ) -> None:
     """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
-        out, arrived, ahead, cuda_library.nbytes(ahead), tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
+        out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
         experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
-        VARIANT if variant is None else variant,
     )  # fmt: skip
 
 

@@ -294,13 +294,13 @@ class CudaDecode:
         if sliding:
             tables, start = inputs.sliding_table[:rows], inputs.sliding_start[:rows]
             window = self.config.window_tokens
-            attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=window, sm_scale=scale, ahead=layer.o)
+            attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=window, sm_scale=scale)
         else:
-            attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale, ahead=layer.o)
+            attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale)
         output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
 
     def _experts(self, index: int, layer: DecodeLayer, rows: int) -> None:
-        s, config, layers = self._scratch, self.config, self._weights.layers
+        s, config = self._scratch, self.config
         ids = s.expert_ids[:rows]
         norm_route(
             s.residual[:rows],
@@ -325,7 +325,6 @@ class CudaDecode:
             out=s.pairs[:rows],
             alpha=config.swiglu_alpha,
             limit=config.swiglu_limit,
-            ahead=layers[index + 1].qkv if index + 1 < len(layers) else None,
         )
 
     def _sampling_rows(self, rows: int) -> SamplingRows:

@@ -12,8 +12,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;     // [batch], 0 for a padded row
   const float* sink;           // [kv_heads * group]
   uint16_t* out;               // [batch, kv_heads * group, 64]
-  Ahead ahead;
-  int batch, kv_heads, group, table_stride, window;
+  int kv_heads, group, table_stride, window;
   float sm_scale;
 };
 
@@ -99,20 +98,13 @@ __device__ __forceinline__ float merge_warps(const float* stats, const float* ac
   return value;
 }
 
-constexpr int kAheadRows = 8;
-
-// grid (kv_heads, batch): all visible keys of one sequence and KV head. Rows of the grid past the batch ask for what comes later.
+// grid (kv_heads, batch): all visible keys of one sequence and KV head.
 template <int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, 3) attention_sliding(AttentionArgs a) {
   __shared__ float stats[WARPS * kGroup * 2];
   __shared__ __align__(16) float acc[WARPS * kGroup * kHeadDim];
   const int head = blockIdx.x, b = blockIdx.y;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  if (b >= a.batch) {
-    start_next_kernel();
-    ask_ahead(a.ahead, ((b - a.batch) * gridDim.x + head) * blockDim.x + threadIdx.x, kAheadRows * gridDim.x * blockDim.x);
-    return;
-  }
   wait_for_previous_kernel();
   start_next_kernel();
   const int seq_len = __ldg(a.seq_lens + b), kv_start = __ldg(a.kv_start + b);
@@ -137,12 +129,11 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attention_sliding(AttentionArgs
 }  // namespace
 
 extern "C" int tandem_attention_sliding(const void* q, const void* kv_pool, const void* block_table, const void* kv_start,
-                                        const void* seq_lens, const void* sink, void* out, const void* ahead, int ahead_bytes, int batch, int kv_heads, int group,
+                                        const void* seq_lens, const void* sink, void* out, int batch, int kv_heads, int group,
                                         int table_stride, int window, float sm_scale, void* stream) {
   if (group > kGroup) return -1;
   const AttentionArgs a = {static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(kv_pool), static_cast<const int32_t*>(block_table),
                            static_cast<const int32_t*>(kv_start), static_cast<const int32_t*>(seq_lens), static_cast<const float*>(sink),
-                           static_cast<uint16_t*>(out), {static_cast<const unsigned char*>(ahead), ahead_bytes}, batch, kv_heads, group, table_stride, window,
-                           sm_scale};
-  return launch(attention_sliding<4>, dim3(kv_heads, batch + (ahead ? kAheadRows : 0)), 128, 0, stream, a);
+                           static_cast<uint16_t*>(out), kv_heads, group, table_stride, window, sm_scale};
+  return launch(attention_sliding<4>, dim3(kv_heads, batch), 128, 0, stream, a);
 }

@@ -58,15 +58,6 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// The same in parts: the bytes to expect, before any copy of them; the copies, by any threads; then one arrival.
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk_part(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
 // Asks for `bytes` (a multiple of 16) into L2. What other multiprocessors write there later is seen all the same.
 __device__ __forceinline__ void prefetch_bulk(const void* global, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
@@ -127,19 +118,6 @@ int launch(void (*kernel)(Formal...), dim3 grid, int threads, int shared_bytes, 
   return static_cast<int>(error);
 }
 #endif
-
-// What a later kernel will read, asked for into L2 while memory has little to do.
-struct Ahead {
-  const unsigned char* data;  // null for nothing
-  int bytes;
-};
-// Thread `at` of `threads` asks for its share.
-__device__ __forceinline__ void ask_ahead(const Ahead& ahead, int at, int threads) {
-  constexpr int kPiece = 4096;
-  if (!ahead.data) return;
-  for (int from = at * kPiece; from < ahead.bytes; from += threads * kPiece)
-    prefetch_bulk(ahead.data + from, ahead.bytes - from < kPiece ? ahead.bytes - from : kPiece);
-}
 
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }

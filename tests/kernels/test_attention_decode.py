@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention_decode import VARIANT, SplitWorkspace, attention_sliding, launch_full, num_chunks
+from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
 from kernels.decode_fused import prepare_step
 from kernels.reference import paged_attention_ref
 from tests.support.emulated_cuda import emulated  # noqa: F401
@@ -60,12 +60,12 @@ def run_sliding(q, pool, table, starts, lens, sink):
     return attention_sliding(q, pool, table, starts, lens, sink, out, window=WINDOW, sm_scale=SCALE)
 
 
-def run_full(q, pool, table, lens, sink, variant=VARIANT):
+def run_full(q, pool, table, lens, sink):
     workspace = SplitWorkspace.allocate(len(lens), pool.shape[2], int(lens.sum()), "cpu")
     chunks = torch.tensor([0, *(num_chunks(n) for n in lens.tolist())]).cumsum(0)
     workspace.cu_chunks[: len(lens) + 1] = chunks
     out = torch.full_like(q, float("nan"))
-    launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=SCALE, group=q.shape[1] // pool.shape[2], variant=variant)
+    launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=SCALE, group=q.shape[1] // pool.shape[2])
     assert not workspace.arrived.any()
     assert not workspace.tickets.any()
     return out
@@ -112,10 +112,9 @@ def test_padded_rows_are_zero(emulated):  # noqa: F811
 
 @pytest.mark.parametrize("lens", [[1], [511, 512], [513, 16, 17], [2100, 3, 1024, 700, 1, 40, 513]], ids=str)
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 8), (1, 4)])
-@pytest.mark.parametrize("variant", range(4))
-def test_full_matches_reference(emulated, lens, kv_heads, group, variant):  # noqa: F811
+def test_full_matches_reference(emulated, lens, kv_heads, group):  # noqa: F811
     q, pool, table, starts, seq_lens, sink = inputs(5, lens, kv_heads, group)
-    assert_close(run_full(q, pool, table, seq_lens, sink, variant), reference(q, pool, table, starts, seq_lens, sink, None))
+    assert_close(run_full(q, pool, table, seq_lens, sink), reference(q, pool, table, starts, seq_lens, sink, None))
 
 
 def test_full_does_not_depend_on_the_batch(emulated):  # noqa: F811

@@ -267,11 +267,6 @@ inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* bar
   memcpy(shared, global, bytes);
   (*barrier)++;
 }
-inline void barrier_expect(uint64_t*, int) {}
-inline void copy_bulk_part(void* shared, const void* global, int bytes, uint64_t*) {
-  if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16) abort();
-  memcpy(shared, global, bytes);
-}
 inline void prefetch_bulk(const void*, int) {}
 inline void copy_async_arrive(uint64_t* barrier) { barrier_arrive(barrier); }
 // Completed phases are counted; phase parity p has passed when the current phase's parity differs from p.
