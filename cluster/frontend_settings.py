@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.specs import security_of
+from cluster.specs import security_of, tracing_of
 from common.config import Config
 from common.errors import ConfigError
 from frontend.settings import FrontendSettings
@@ -25,6 +25,8 @@ def frontend_settings(config: Config, router: str) -> FrontendSettings:
         port=port,
         grpc_listen=node.grpc_listen,
         certificate=(str(tls.cert_file), str(tls.key_file)) if node.https and tls else None,
+        client_ca_file=str(tls.ca_file) if node.https and tls and tls.mutual == "all" else None,
+        tracing=tracing_of(config),
         metrics_host=config.metrics.host,
         metrics_port=node.metrics_port,
         vocab_dir=config.model.vocab,

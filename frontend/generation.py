@@ -19,6 +19,7 @@ from frontend.chat_format import ChatFormat, Finish, FinishReason, ReplyParser
 from frontend.choice import Choice, ChoiceUpdate
 from frontend.metrics import FrontendMetrics
 from frontend.router_client import RouterClient
+from frontend.trace import TRACEPARENT
 
 _T = TypeVar("_T")
 
@@ -53,6 +54,7 @@ class Generation:
         self._router = router
         self._metrics = metrics
         self._job = job
+        self._traceparent = TRACEPARENT.get()
         params = job.request.sampling_params
         self._choices = [Choice(i, job.new_parser(), job.stops) for i in range(params.n if params.HasField("n") else 1)]
         self._num_open = len(self._choices)
@@ -63,7 +65,7 @@ class Generation:
         """Updates, each choice ending with one that holds `Finish`. Raises: ServingError from the router."""
         started = time.monotonic()
         self._metrics.prompt_tokens.inc(self.outcome.prompt_tokens)
-        stream = self._router.generate(self._job.request, timeout_s=self._job.timeout_s)
+        stream = self._router.generate(self._job.request, timeout_s=self._job.timeout_s, traceparent=self._traceparent)
         is_first = True
         try:
             while self._num_open:

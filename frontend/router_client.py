@@ -36,11 +36,11 @@ class RouterClient:
         self._channels = Channels(wire, _CHANNEL_OPTIONS)
         self._link: RouterLink | None = None
 
-    def generate(self, request: router_pb2.GenerateRequest, *, timeout_s: float) -> RouterStream:
-        """Starts a request; errors come from the stream's `take`."""
+    def generate(self, request: router_pb2.GenerateRequest, *, timeout_s: float, traceparent: str = "") -> RouterStream:
+        """Starts a request; errors come from the stream's `take`. `traceparent`: its trace context, "" for none."""
         if self._link is None or self._link.is_broken:
             self._link = RouterLink(self._stub().GenerateMany(metadata=self._wire.metadata()))
-        return self._link.start(request, timeout_s=timeout_s)
+        return self._link.start(request, timeout_s=timeout_s, traceparent=traceparent)
 
     async def model_info(self) -> router_pb2.GetModelInfoResponse:
         """Model name, vocabulary size and context length [tokens]."""

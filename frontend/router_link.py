@@ -16,6 +16,7 @@ import grpc.aio
 
 from common.errors import DeadlineError, OverloadedError, ServingError, WorkerLost
 from common.proto import router_pb2
+from common.tracing import TRACEPARENT
 from frontend.rpc_errors import from_rpc_error, from_status
 
 _parse = router_pb2.GenerateResponse.FromString
@@ -103,7 +104,7 @@ class RouterLink:
         self._busy_s = 0.0
         self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
 
-    def start(self, request: router_pb2.GenerateRequest, *, timeout_s: float) -> RouterStream:
+    def start(self, request: router_pb2.GenerateRequest, *, timeout_s: float, traceparent: str = "") -> RouterStream:
         """Sends a request; whatever goes wrong is raised by the stream's `take`."""
         call_id = next(self._ids)
         expiry = asyncio.get_running_loop().call_later(timeout_s + _GRACE_S, self._expire, call_id)
@@ -116,6 +117,8 @@ class RouterLink:
 
         stream = self._streams[call_id] = RouterStream(forget)
         start = router_pb2.CallStart(request=request.SerializeToString(), timeout_ms=max(1, round(timeout_s * 1e3)))
+        if traceparent:
+            start.metadata[TRACEPARENT] = traceparent
         self._outgoing.items.add(call_id=call_id, start=start)
         self._has_outgoing.set()
         return stream

@@ -11,11 +11,13 @@ import gc
 import logging
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from common.errors import ConfigError
+from common.tls import HttpTls
 from frontend.chat_format import ChatFormat
 from frontend.http.app import FrontendApp, build_app
 from frontend.http.service import Service
@@ -40,8 +42,6 @@ class FrontendServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                ssl_certfile=settings.certificate[0] if settings.certificate else None,
-                ssl_keyfile=settings.certificate[1] if settings.certificate else None,
                 timeout_graceful_shutdown=int(settings.drain_s + _CLOSE_S),
                 backlog=4096,
             )
@@ -49,9 +49,14 @@ class FrontendServer(uvicorn.Server):
         self._settings = settings
         self._app = app
         self._on_ready = on_ready
+        self._https = _https_of(settings)
+        self._following: asyncio.Task | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then tells `on_ready` the port."""
+        if self._https is not None:
+            self.config.ssl = self._https.context
+            self._following = asyncio.create_task(_follow(self._https))
         await super().startup(sockets)
         if self.started:
             self._on_ready(self.servers[0].sockets[0].getsockname()[1])
@@ -71,6 +76,19 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+async def _follow(https: HttpTls) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        https.follow()
+
+
+def _https_of(settings: FrontendSettings) -> HttpTls | None:
+    if settings.certificate is None:
+        return None
+    cert, key = map(Path, settings.certificate)
+    return HttpTls(cert, key, Path(settings.client_ca_file) if settings.client_ca_file else None)
 
 
 def serve(settings: FrontendSettings, chat_format: ChatFormat, on_ready: Callable[[int], None] = lambda port: None) -> None:

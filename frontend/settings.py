@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.tracing import TracingSpec
 from common.wire import Security
 from frontend.text_encoder import TextLimits
 
@@ -17,7 +18,9 @@ class FrontendSettings:
     Attributes:
         router: host:port of the router's gRPC server; `router_security`: how it is reached.
         grpc_listen: host:port of the gRPC chat service; None for none.
-        certificate: PEM files (certificate, key) to serve HTTPS and gRPC with; None for plain.
+        certificate: PEM files (certificate, key) to serve HTTPS and gRPC with, followed when they change; None for plain.
+        client_ca_file: PEM file of the authority whose certificate HTTPS clients must show; None lets them do without.
+        tracing: where spans go; None for nowhere.
         metrics_host, metrics_port: where /metrics is served, without authentication; port 0 is any free one.
         model_names: names that requests may give; empty for the router's own.
         keys_file: who may call (see `frontend.http.auth`); None lets everybody in.
@@ -32,12 +35,14 @@ class FrontendSettings:
     router: str = "127.0.0.1:50051"
     host: str = "127.0.0.1"
     port: int = 8000
+    tracing: TracingSpec | None = None
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     vocab_dir: Path | None = None
     router_security: Security = field(default_factory=Security)
     grpc_listen: str | None = None
     certificate: tuple[str, str] | None = None
+    client_ca_file: str | None = None
     model_names: tuple[str, ...] = ()
     keys_file: Path | None = None
     cors_origins: tuple[str, ...] = ()

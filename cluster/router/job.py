@@ -61,5 +61,5 @@ class Job:
         first = len(self.tokens)
         self.stamps.last_token_s = now_s
         self.tokens.extend(token_ids)
-        self.delivered.inc(len(token_ids))
+        self.delivered.value += len(token_ids)
         self.stream.push_tokens(self.index, first, token_ids, logprobs)

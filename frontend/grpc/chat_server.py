@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -19,12 +18,14 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, OverloadedError, ServingError
 from common.proto import chat_pb2, chat_pb2_grpc, router_pb2, types_pb2
+from common.tls import Tls, TlsFiles
 from frontend.chat_format import ContentDelta, Event, Finish, ReasoningDelta, ToolCallArguments, ToolCallStart
 from frontend.generation import Generation, Job, Outcome
 from frontend.grpc.chat_request import chat_input, router_request
 from frontend.http.errors import HttpError
 from frontend.http.service import Service
 from frontend.http.shape import MessageJoiner, new_id
+from frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
 _SERVICE = chat_pb2.DESCRIPTOR.services_by_name["Chat"].full_name
@@ -130,7 +131,7 @@ async def start_chat_server(service: Service, listen: str) -> tuple[grpc.aio.Ser
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((_SERVICE, reflection.SERVICE_NAME), server)
     try:
-        port = _bind(server, listen, service.settings.certificate)
+        port = _bind(server, listen, service.settings)
     except (RuntimeError, OSError) as exc:
         raise ConfigError(f"can't listen on {listen} for gRPC: {exc}") from exc
     for name in ("", _SERVICE):
@@ -139,8 +140,9 @@ async def start_chat_server(service: Service, listen: str) -> tuple[grpc.aio.Ser
     return server, port
 
 
-def _bind(server: grpc.aio.Server, listen: str, certificate: tuple[str, str] | None) -> int:
-    if certificate is None:
+def _bind(server: grpc.aio.Server, listen: str, settings: FrontendSettings) -> int:
+    if settings.certificate is None:
         return server.add_insecure_port(listen)
-    chain, key = (Path(file).read_bytes() for file in certificate)
-    return server.add_secure_port(listen, grpc.ssl_server_credentials(((key, chain),)))
+    cert, key = settings.certificate
+    files = TlsFiles(settings.client_ca_file or cert, cert, key, "all" if settings.client_ca_file else "none")
+    return server.add_secure_port(listen, Tls(files).server_credentials(internal=False))

@@ -5,6 +5,7 @@ Metrics have a port of their own. Built by `frontend.server` and by tests.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -92,6 +93,8 @@ def build_app(settings: FrontendSettings, chat_format: ChatFormat) -> FrontendAp
             await exporter.close()
             generator.close()
             await router.close()
+            if app.state.service.tracing is not None:
+                await asyncio.to_thread(app.state.service.tracing.close)
 
     routes = [_post(path, handle) for path, handle in _ENDPOINTS.items()]
     routes += [

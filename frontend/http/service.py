@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import OverloadedError, ServingError, WorkerLost
+from common.tracing import make_tracing
+from frontend import trace
 from frontend.generation import Generator, Outcome
 from frontend.http.auth import Caller, Keys
 from frontend.http.disconnect import ClientGone, run_until_disconnect
@@ -59,6 +61,7 @@ class Service:
         self.generator = generator
         self.keys = keys
         self.metrics = generator.metrics
+        self.tracing = make_tracing(settings.tracing, "frontend")
         self.is_draining = False
         self._num_running = 0
         self._model: str | None = None
@@ -66,7 +69,7 @@ class Service:
     async def answer(self, request: Request, path: str, handle: Endpoint) -> Response:
         """Admits a request, runs `handle`, maps what it raises, counts. Never raises."""
         request_id = _request_id(request)
-        response = await self._answer(request, request_id, handle)
+        response = await self._answer(request, path, request_id, handle)
         response.headers["x-request-id"] = request_id
         self.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
@@ -107,12 +110,13 @@ class Service:
         if count:
             logger.warning("shutdown ended %d running replies after %.0f s", count, self.settings.drain_s)
 
-    async def _answer(self, request: Request, request_id: str, handle: Endpoint) -> Response:
+    async def _answer(self, request: Request, path: str, request_id: str, handle: Endpoint) -> Response:
         cleanup = contextlib.AsyncExitStack()
         try:
             caller = self.keys.caller(request.headers)
             headers = read_headers(request.headers)
             self.admit(cleanup, caller)
+            trace.begin(self.tracing, request.headers, path, request_id, cleanup)
             body = await self._read_body(request)
             call = Call(request_id, caller, headers, body, int(time.time()), cleanup)
             response = await run_until_disconnect(request.receive, handle(self, call))

@@ -30,23 +30,23 @@ def complete(frontend: FrontendProcess) -> None:
 
 def unanswered(prometheus: Prometheus) -> dict[str, str]:
     queries = {f"{row.title}: {panel.title}: {q.legend}": q.expr for row in ROWS for panel in row.panels for q in panel.queries}
-    return {name: expr for name, expr in queries.items() if not prometheus.query(expr.replace(RATE, "15s"))}
+    return {name: expr for name, expr in queries.items() if not prometheus.query(expr.replace(RATE, "30s"))}
 
 
 async def test_every_query_of_the_dashboard_is_answered(local_cluster: LocalCluster, tmp_path):
     with (
         running_frontend(local_cluster.router) as frontend,
-        running_prometheus(tmp_path, local_cluster.metrics, [frontend.metrics]) as prometheus,
+        running_prometheus(tmp_path, local_cluster.metrics, [frontend.metrics], every_s=3) as prometheus,
     ):
         async with channel_of(local_cluster) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
-            deadline = time.monotonic() + within(20)
+            deadline = time.monotonic() + within(30)
             while missing := await asyncio.to_thread(unanswered, prometheus):
                 assert time.monotonic() < deadline, missing
                 await asyncio.gather(*(ask(stub, request(list(range(1, 20 + 30 * i)), max_tokens=8)) for i in range(3)))
                 await asyncio.to_thread(complete, frontend)
-        up = prometheus.up()
-        assert len(up) == 6, "controller, router, two prefill leaders, a decode leader, a frontend"
-        assert all(up.values()), up
+        while not (len(up := prometheus.up()) == 6 and all(up.values())):
+            assert time.monotonic() < deadline, f"controller, router, two prefill leaders, a decode leader, a frontend: {up}"
+            await asyncio.sleep(0.5)
         ready = prometheus.query('sum by (pool) (tandem_groups{state="ready"})')
         assert set(ready.values()) == {1.0}

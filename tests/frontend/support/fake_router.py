@@ -68,6 +68,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.script = script
         self.requests: list[Request] = []
         self.deadlines_s: list[float] = []
+        self.traceparents: list[str] = []
         self.num_cancelled = 0
         self.sends_decision = True
 
@@ -81,6 +82,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     async def _generate(self, request: Request, context: CallContext) -> AsyncIterator[router_pb2.GenerateResponse]:
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining() or 0.0)
+        self.traceparents.append(str(dict(context.invocation_metadata()).get("traceparent", "")))
         await self._count(1)
         try:
             num_choices = request.sampling_params.n or 1
