@@ -62,9 +62,13 @@ class ControllerMetrics:
             {(pool.name, pool.role, state): float(states[pool.name, state]) for pool in config.pools for state in _STATES.values()}
         )
         m.counter(catalog.WANTED_GROUPS).replace({(pool.name,): float(wanted[pool.name]) for pool in config.pools})
-        held = {pool: pool.layout.tp * sum(states[pool.name, s] for s in ("loading", "ready", "stopping")) for pool in config.pools}
-        m.counter(catalog.POOL_GPUS).replace({(pool.name, pool.role): float(gpus) for pool, gpus in held.items()})
-        m.counter(catalog.POOL_PRICE).replace({(pool.name, pool.role): gpus * config.usd_per_gpu_hour(pool) for pool, gpus in held.items()})
+        gpus, prices = {}, {}
+        for pool in config.pools:
+            held = pool.layout.tp * sum(states[pool.name, s] for s in ("loading", "ready", "stopping"))
+            gpus[pool.name, pool.role] = float(held)
+            prices[pool.name, pool.role] = held * config.usd_per_gpu_hour(pool)
+        m.counter(catalog.POOL_GPUS).replace(gpus)
+        m.counter(catalog.POOL_PRICE).replace(prices)
 
 
 def group_target(description: types_pb2.GroupDescription) -> Target:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from common.metrics import CONTENT_TYPE, Metrics
 
 _REQUEST_TIMEOUT_S = 10.0
 _PORTS_TRIED = 64
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,18 @@ class MetricsServer:
         path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
         if method != b"GET":
             return _response("405 Method Not Allowed", "text/plain", b"only GET\n")
-        if path == "/metrics":
-            self._refresh()
-            return _response("200 OK", CONTENT_TYPE, await asyncio.to_thread(self._metrics.render))
-        page = self._pages.get(path)
+        try:
+            if path == "/metrics":
+                self._refresh()
+                return _response("200 OK", CONTENT_TYPE, await asyncio.to_thread(self._metrics.render))
+            page = self._pages.get(path)
+            body = page.body() if page is not None else b""
+        except Exception:  # the outermost loop: a scraper hears of it, and the log has the trace
+            logger.exception("%s failed", path)
+            return _response("500 Internal Server Error", "text/plain", b"see the log of the process\n")
         if page is None:
             return _response("404 Not Found", "text/plain", f"there are {', '.join(['/metrics', *self._pages])}\n".encode())
-        return _response("200 OK", page.content_type, page.body())
+        return _response("200 OK", page.content_type, body)
 
 
 def own_host(listens_on: str) -> str:

@@ -92,6 +92,18 @@ async def test_the_server_refreshes_before_each_scrape_and_serves_pages():
         await server.close()
 
 
+async def test_a_gauge_that_fails_is_an_answer_of_500():
+    def broken() -> None:
+        raise KeyError("pool")
+
+    server = MetricsServer(Metrics([]), broken)
+    address = await server.start("127.0.0.1", 0)
+    try:
+        assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 500")
+    finally:
+        await server.close()
+
+
 async def test_a_taken_port_gives_the_next_one_and_a_foreign_address_is_refused():
     first, second = MetricsServer(Metrics([])), MetricsServer(Metrics([]))
     try:
