@@ -42,7 +42,18 @@ def _root(debug: Annotated[bool, typer.Option("--debug", help="Show the tracebac
 
 def main() -> None:
     """Exit codes: 0 done; 1 the work failed; 2 the command or a config is wrong; 130 interrupted."""
-    from cluster.cli import chat, client, deploy, diagnose, operate, profile, serve, tools, watch  # noqa: F401 - they register commands
+    from cluster.cli import (  # noqa: F401 - they register their commands
+        chat,
+        client,
+        deploy,
+        diagnose,
+        economics,
+        operate,
+        profile,
+        serve,
+        tools,
+        watch,
+    )
 
     try:
         app()

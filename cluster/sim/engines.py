@@ -126,6 +126,7 @@ class SimDecode(SimGroup):
         self._steps = 0.0
         self._since_s = 0.0
         self._step_s = 0.0
+        self._chunk_s = 0.0  # of prefill that each step carries
         self._context = 0.0
         self._running: list[tuple[float, int, SimRequest]] = []  # heap by the step of the last token
         self._places = 0  # reserved or running
@@ -202,8 +203,13 @@ class SimDecode(SimGroup):
             self._step_s, self._context = 0.0, 0.0
             return
         left = max(0.0, self._running[0][0] - self._steps)
-        self._step_s = self._surface.at(batch, self._context + batch * left / 2) * self._truth.itl / 1e3
+        self._step_s = self._plain_step_s(batch * left / 2) + self._chunk_s
         self._clock.after(left * self._step_s, self._finish_due, self._plan)
+
+    def _plain_step_s(self, more_context: float = 0.0) -> float:
+        """Of the present batch, if it holds that many tokens more."""
+        batch = len(self._running)
+        return self._surface.at(batch, self._context + more_context) * self._truth.itl / 1e3 if batch else 0.0
 
     def _tell(self) -> None:
         self.book.take_load(0, 0, self._free, self._total)

@@ -39,15 +39,20 @@ class Record:
         self.refusals: Counter[str] = Counter()
         self.use: dict[str, PoolUse] = {}
 
-    def finished(self, request: SimRequest, prefill_usd: float, decode_usd: float) -> None:
+    def note(self, request: SimRequest, usd: float) -> None:
+        """A request has finished; `usd`: what it cost by itself."""
         stamps, i = request.stamps, request.number
         self.ended += 1
         self.tokens += request.output
         self.ttft_ms[i] = (stamps.first_token_s - stamps.arrived_s) * 1e3
         self.latency_s[i] = stamps.last_token_s - stamps.arrived_s
-        self.usd[i] = prefill_usd + decode_usd
+        self.usd[i] = usd
         if request.output > 1:
             self.itl_ms[i] = ((stamps.last_token_s - stamps.first_token_s) * 1e3 - stamps.transfer_ms) / (request.output - 1)
+
+    def finished(self, request: SimRequest, usd: float) -> None:
+        """`note`, and counted for the pools that served it."""
+        self.note(request, usd)
         decision = request.decision
         assert decision is not None
         self.use_of(decision.prefill_pool).requests += 1

@@ -247,7 +247,7 @@ class Simulation:
     def _end(self, request: SimRequest) -> None:
         decision = request.decision
         assert decision is not None
-        self.record.finished(request, *report.prefill_and_decode_usd(request.stamps, decision))
+        self.record.finished(request, sum(report.prefill_and_decode_usd(request.stamps, decision)))
         self.chooser.output_length.observe(request.output)
         if self.settings.learns:
             prefill = self.pools.prefill[decision.prefill_pool.name]
