@@ -30,7 +30,7 @@ FLEETS = {
     "one price, TP1 and TP4": ("prefill:tp1:fp8:8@3", "prefill:tp4ep4:fp8:2@3", "decode:tp1:mxfp4:8@3", "decode:tp4ep4:mxfp4:2@3"),
     "all equal": ("prefill:tp1:fp8:4@3", "prefill:tp1:fp8:4@3", "decode:tp4ep4:mxfp4:1@3", "decode:tp4ep4:mxfp4:1@3"),
 }
-RATES = (10.0, 25.0, 40.0, 55.0)  # requests/s
+RATES = (10.0, 25.0, 55.0)  # requests/s
 TTFT_SLO_MS, ITL_SLO_MS = 1000.0, 12.0
 
 
