@@ -43,6 +43,7 @@ def _root(debug: Annotated[bool, typer.Option("--debug", help="Show the tracebac
 def main() -> None:
     """Exit codes: 0 done; 1 the work failed; 2 the command or a config is wrong; 130 interrupted."""
     from cluster.cli import (  # noqa: F401 - they register their commands
+        bench,
         chat,
         client,
         deploy,

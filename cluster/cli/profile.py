@@ -75,7 +75,7 @@ def tables(
     profile: Annotated[Path, typer.Argument(help="A profile that `tandem sweep` wrote.")],
     form: Annotated[Literal["markdown", "html"], typer.Option("--form", help="html is one page with plots.")] = "markdown",
     contexts: Annotated[str, typer.Option(help="Decode contexts [tokens].")] = "8192,32768",
-    usd_per_gpu_hour: Annotated[float, typer.Option(min=0.001, help="Price of one GPU.")] = 3.0,
+    usd_per_gpu_hour: Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")] = 3.0,
 ) -> None:
     """Print latency and price: prefill by length, decode speed against $ per 1M output tokens."""
     from cluster.profile import load_profile
