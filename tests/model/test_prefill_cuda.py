@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError, NotSupportedError, ServingError
+from common.rank_spec import RankSpec
 from kernels import moe_prefill, norm, quantize
 from kernels.quantize import empty_fp8_rows
 from kernels.reference import fp8_quant_blocks_ref, fp8_quant_rows_bias_ref
 from model import prefill_weights
 from model.batch import SequenceView, StepBatch, build_prefill_batch
+from model.build import build_model
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
@@ -190,3 +192,13 @@ def test_mxfp4_experts_are_refused(tiny):
     object.__setattr__(shard.layers[0].experts, "gate_up", packed)
     with pytest.raises(ConfigError, match="MXFP4"):
         prepare_prefill_weights(tiny.config, shard, "cpu")
+
+
+def test_sizes_that_the_kernels_are_not_checked_on_are_refused(tiny):
+    spec = RankSpec("p", "g", "prefill", str(tiny.path), 1, 1, 0, "", 1, b"", device="cuda", weights="fp8")
+    with pytest.raises(NotSupportedError, match="2880"):
+        build_model(spec, LocalGroup())
+    with pytest.raises(ConfigError, match="tandem convert"):
+        build_model(replace(spec, weights="mxfp4"), LocalGroup())
+    with pytest.raises(ConfigError, match="bfloat16"):
+        build_model(replace(spec, kv_dtype="float32"), LocalGroup())
