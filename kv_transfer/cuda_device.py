@@ -61,7 +61,8 @@ class CudaDevice:
     """Units: copy_blocks: multiprocessors that copies may take from the forward pass, per lane"""
 
     def __init__(self, device: torch.device, copy_blocks: int = COPY_BLOCKS):
-        self._device = torch.device("cuda", device.index or 0)
+        self.index = device.index or 0
+        self._device = torch.device("cuda", self.index)
         self._copy_blocks = copy_blocks
 
     def allocate(self, nbytes: int) -> DeviceMemory:

@@ -87,13 +87,18 @@ class Pair(Protocol):
 
 
 class Device(Protocol):
-    """One GPU, or what stands for it."""
+    """One GPU, or what stands for it. Units: index: among those that this process sees"""
+
+    index: int
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Raises: KernelError if there is no room"""
 
     def map(self, handle: bytes) -> Mapping:
-        """Raises: NotSupportedError with the reason where this host does not allow it"""
+        """Not twice at a time for one handle: see `mappings.py`.
+
+        Raises: NotSupportedError with the reason where this host does not allow it
+        """
 
     def mark(self) -> Moment:
         """Returns: the moment behind everything that the calling thread has enqueued on its current stream"""

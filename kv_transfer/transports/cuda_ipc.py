@@ -20,8 +20,9 @@ from common.kv_layout import DTYPE_BYTES, head_range
 from common.proto import types_pb2
 from kernels.digest import MASK, DigestKey
 from kernels.kv_copy import MAX_SEGMENTS, Segment, TileShape
+from kv_transfer import mappings
 from kv_transfer.deadline import Deadline
-from kv_transfer.device import Device, DeviceBuffer, Mapping, Moment
+from kv_transfer.device import Device, DeviceBuffer, Moment
 from kv_transfer.handle_exchange import ask_for_handle
 from kv_transfer.pool_view import PoolView
 from kv_transfer.push import Push
@@ -87,7 +88,7 @@ class CudaIpcLink:
         self._check_owner()
         timeout_s = max(0.05, min(2.0, deadline.left_s()))
         handle = ask_for_handle(socket_name, owner_pid=self._owner.pid, key=key, incarnation=target.incarnation, timeout_s=timeout_s)
-        self._mapping: Mapping = device.map(handle)
+        self._mapping = mappings.OF_THIS_PROCESS.open(device, handle, deadline)
         self._bases = {slides: self._mapping.address + offset for slides, offset in offsets.items()}
         self._scratch = self._mapping.address + scratch
         self._lane = device.lane()

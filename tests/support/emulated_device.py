@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,11 +46,23 @@ class EmulatedBuffer:
 
 
 class EmulatedMapping:
+    """As on a GPU, a process can't map a handle that it has mapped. `history`: of the process, in order."""
+
+    mapped: ClassVar[set[bytes]] = set()
+    history: ClassVar[list[tuple[str, bytes]]] = []
+
     def __init__(self, handle: bytes):
+        if handle in self.mapped:
+            raise NotSupportedError("emulated: CUDA error 208, resource already mapped")
+        self.mapped.add(handle)
+        self.history.append(("mapped", handle))
+        self._handle = handle
         self._buffer: SharedBuffer | None = SharedBuffer.attach(handle)
         self.address = self._buffer.tensor().data_ptr()
 
     def close(self) -> None:
+        self.mapped.remove(self._handle)
+        self.history.append(("unmapped", self._handle))
         self._buffer, self.address = None, 0
 
 
@@ -174,6 +187,7 @@ class EmulatedDevice:
         self.before_copy = before_copy
         self.computed: Callable[[], EmulatedMoment] = _past
         self.num_copies = 0
+        self.index = 0
         self._allows_mapping = allows_mapping
         self._mappings: list[EmulatedMapping] = []  # those that were not closed stay, as on a GPU
 
