@@ -1,7 +1,7 @@
 """Which memory of other processes this process has mapped. Owns opening and closing: every link of the process shares one mapping.
 
-CUDA refuses to map a handle that the process has mapped already, and several ranks of a process, or a link beside the one that it
-replaces, want the same pools. Called by transports/cuda_ipc.py.
+Two ranks of a process that mapped the same handle were refused by CUDA (error 208, already mapped), and a link beside the one that it
+replaces wants the same pools too. Called by transports/cuda_ipc.py.
 """
 
 from __future__ import annotations
