@@ -29,6 +29,7 @@ GOALS = {
     "tool_result_used": 0.95,
     "retrieval_200_1000": 0.97,
     "retrieval_1000_3000": 0.90,
+    "same_token_as_transformers": 0.999,
 }
 RETURN_ID, CALL_ID = 200002, 200012
 _SPARE_TOKENS = 24
