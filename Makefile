@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_OPTIONS :=
 
-.PHONY: demo test test-strict test-fast lint format proto clean
+.PHONY: demo test test-strict test-nightly test-fast lint format proto clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -14,11 +14,14 @@ PYTEST_OPTIONS :=
 demo: .venv/ready  ## a local cluster with real pools, transfer and gRPC; three conversations; shut down clean
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready  ## the whole suite; tests that need hardware skip themselves with the reason
+test: .venv/ready  ## the suite but for its nightly part; tests that need hardware skip themselves with the reason
 	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS)
 
-test-strict: .venv/ready  ## the whole suite with every time bound as written; for a quiet machine
+test-strict: .venv/ready  ## the same with every time bound as written; for a quiet machine
 	TANDEM_TEST_PATIENCE=1 $(BIN)/python -m pytest -q
+
+test-nightly: .venv/ready  ## whole clusters under faults, load, drains and node autoscaling; minutes each, wants a quiet machine
+	$(BIN)/python -m pytest -q -m nightly --reruns 1
 
 test-fast: .venv/ready  ## without the slow ones: a minute or two
 	$(BIN)/python -m pytest -q -m "not slow"

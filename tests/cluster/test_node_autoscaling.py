@@ -20,7 +20,7 @@ from cluster.local_ray import connect, stop_local_ray
 from cluster.state import spawn_held
 from tests.support.pool_cluster import SETTLE_S, pool_cluster, pools_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 PORT = 6379  # the fake provider knows no other
 HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # the id that Ray's fake provider gives its head
 

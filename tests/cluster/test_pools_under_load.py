@@ -19,7 +19,7 @@ from tests.support.pool_bed import pool_bed
 from tests.support.pool_cluster import PoolCluster, connected_ray, kill, pool_cluster, pools_config
 from tests.support.router_bed import Bed, request_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

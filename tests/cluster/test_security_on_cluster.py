@@ -20,7 +20,7 @@ from tests.support.pace import within
 from tests.support.sockets import Listening, family_of, listening
 from tests.support.spans import read_spans
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 CLIENT, OPERATOR = "client-token-0123456789", "operator-token-0123456789"
 OLD_KEY, NEW_KEY = "0" * 64, "1" * 64

@@ -15,7 +15,7 @@ from cluster.local_ray import family_of_ray
 from cluster.state import ClusterState, Process
 from tests.support.local_cluster import cluster_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 DEADLINE_S = 120.0
 
 

@@ -105,6 +105,7 @@ def write_config(folder: Path, checkpoint: Path, head: Head, **changes) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_ray_up_on_this_machine_then_tandem_up_and_a_request(head, checkpoint, tmp_path):
     copied = head.run(str(BIN / "ray"), "exec", str(head.yaml_file), "cat ~/tandem/marker", "--no-config-cache")
@@ -121,6 +122,7 @@ def test_ray_up_on_this_machine_then_tandem_up_and_a_request(head, checkpoint, t
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_the_supervisor_beside_a_head_starts_a_controller_and_replaces_one_that_died(head, checkpoint, tmp_path):
     """The chart's way: `tandem controller` in the head's pod, routers elsewhere that know the directory's fixed address."""
