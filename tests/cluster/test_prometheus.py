@@ -18,7 +18,11 @@ from tests.support.pace import within
 from tests.support.prometheus import BINARY, Prometheus, running_prometheus
 from tools.observability.dashboard import RATE, ROWS
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.skipif(BINARY is None, reason="prometheus (Debian package) is not installed")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.skipif(BINARY is None, reason="prometheus (Debian package) is not installed"),
+]
 
 
 def complete(frontend: FrontendProcess) -> None:
