@@ -144,7 +144,9 @@ class SweepBench:
 
     async def _reserve(self, link: DecodeLink, work: worker_pb2.Work, prefill: PrefillLink) -> worker_pb2.Reservation:
         """Waits while blocks of sequences that were just ended are on their way back. Raises: CapacityError if none come"""
-        request = worker_pb2.ReserveRequest(work=work, router_id=self._router_id, writer=prefill.description)
+        request = worker_pb2.ReserveRequest(
+            work=work, router_id=self._router_id, writer=prefill.description, incarnation=link.description.incarnation
+        )
         give_up_s = asyncio.get_running_loop().time() + READY_S
         while True:
             try:
