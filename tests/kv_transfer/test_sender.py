@@ -16,6 +16,7 @@ from common.proto import worker_pb2
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import PushResult, Sender
 from kv_transfer.transports import nixl
+from kv_transfer.transports.choose import LinkOpener
 from tests.support.kv_groups import KEY, DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined
 from tests.support.pace import within
 
@@ -205,15 +206,25 @@ def test_a_link_that_was_idle_for_long_is_closed_and_opened_again() -> None:
             assert prefill.senders[0]._peers == {}
 
 
-@pytest.mark.parametrize(("offered", "expected"), [(("tcp", "shm"), "shm"), (("tcp",), "tcp")], ids=["both", "tcp only"])
-def test_auto_takes_shared_memory_on_one_host_and_says_so(caplog, offered: tuple[str, ...], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("gb_per_s", "expected"),
+    [
+        ({"shm": 9.0, "tcp": 2.0}, "goes over shm at 9.00 GB/s; not tcp: 2.00 GB/s"),
+        ({"shm": 1.0, "tcp": 2.0}, "goes over tcp at 2.00 GB/s; not shm: 1.00 GB/s"),
+        ({"tcp": 2.0}, "goes over tcp at 2.00 GB/s\n"),
+    ],
+    ids=["memory is faster", "the socket is faster", "tcp only"],
+)
+def test_auto_takes_what_was_measured_fastest_and_says_so(caplog, monkeypatch, gb_per_s: dict[str, float], expected: str) -> None:
     caplog.set_level(logging.INFO)
-    prefill, decode = PrefillGroup(geometry(2), 1, TOKENS), DecodeGroup(geometry(2), 1, offered)
+    monkeypatch.setattr(LinkOpener, "_measure", lambda _self, link, _deadline: gb_per_s[link.transport])
+    prefill, decode = PrefillGroup(geometry(2), 1, TOKENS), DecodeGroup(geometry(2), 1, tuple(sorted(gb_per_s, reverse=True)))
     with joined(prefill, decode):
         prefill.begin(decode.reserve(1, TOKENS))
         prefill.push_chunk(1, 0, TOKENS)
         assert prefill.finish(1)[0].error is None
-    assert f"goes over {expected}" in caplog.text
+        assert_handed_over(prefill, decode, 1)
+    assert expected in caplog.text
 
 
 def test_auto_goes_on_to_tcp_when_memory_can_not_be_mapped_and_says_why(caplog) -> None:
