@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import grpc
 
 from common.auth import verify
-from common.errors import KVTransferError, PeerLost, ServingError, WorkerLost
+from common.errors import KVTransferError, LayoutMismatch, PeerLost, ServingError, WorkerLost
 from common.proto import types_pb2, worker_pb2, worker_pb2_grpc
 from common.server_thread import abort_with
 from common.wire import Wire
@@ -74,6 +74,9 @@ class DecodeService(worker_pb2_grpc.DecodeGroupServicer):
     async def Reserve(self, request, context):
         if request.incarnation:
             await self._check_incarnation(context, request.incarnation)
+        theirs, ours = request.writer.kv_version, self._description.kv_version
+        if theirs and ours and theirs != ours:  # routers don't join such a pair; a stale one may still ask
+            await abort_with(context, LayoutMismatch(f"KV versions differ: the writer's is {theirs}, this group's {ours}"))
         self._mailboxes.open(request.router_id)
         command = cmd.Reserve(request.work, request.router_id, request.writer)
         try:

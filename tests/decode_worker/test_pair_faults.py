@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from common.auth import sign
-from common.proto import worker_pb2
+from common.proto import types_pb2, worker_pb2
 from common.requests import SamplingParams
 from tests.support.fake_model import FakeModelBuilder, expected_tokens
 from tests.support.groups import KEY, Group, rank_spec, running
@@ -266,6 +266,19 @@ async def test_forged_and_wrong_messages_move_nothing():
             lying = worker_pb2.CommitRequest(first_token=5, bytes_per_rank=[1], digest_per_rank=[2], **ids)
             sign(lying, KEY)
             assert await refusal(client.decode.Commit(lying)) is grpc.StatusCode.DATA_LOSS
+            await client.wait_idle(1.0)
+
+
+@pytest.mark.parametrize(("writers", "code"), [("weights-b", grpc.StatusCode.FAILED_PRECONDITION), ("weights-a", None), ("", None)])
+async def test_a_writer_of_another_kv_version_gets_no_blocks(writers, code):
+    with running(prefill_spec(), decode_spec(kv_version="weights-a"), build=SLOW) as (prefill, decode):
+        async with PairClient(prefill, decode) as client:
+            writer = types_pb2.GroupDescription()
+            writer.CopyFrom(prefill.description)
+            writer.kv_version = writers
+            request = worker_pb2.ReserveRequest(work=client.work(prompt_of(40), GREEDY), router_id=client.router_id, writer=writer)
+            assert await refusal(client.decode.Reserve(request)) is code
+            await client.decode.Abort(worker_pb2.AbortRequest(internal_id=request.work.internal_id))
             await client.wait_idle(1.0)
 
 
