@@ -100,8 +100,9 @@ async def test_n_choices_are_independent_and_all_end(local_cluster):
 
 
 @pytest.mark.timeout(900)
-async def test_nothing_is_lost_when_a_third_is_cancelled_at_random(local_cluster, reference):
-    """2,000 requests, 64 at once: each ends exactly once, blocks come back within a second, the others' tokens are untouched."""
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.nightly)])
+async def test_nothing_is_lost_when_a_third_is_cancelled_at_random(local_cluster, reference, count):
+    """64 requests at once: each ends exactly once, blocks come back within a second, the others' tokens are untouched."""
     chance = random.Random(20251130)
     prompts = [prompt_of(length, seed=9) for length in (5, 17, 40, 129, 200)]
     expected = [reference_greedy(reference, prompt, 12)[0] for prompt in prompts]
@@ -127,11 +128,11 @@ async def test_nothing_is_lost_when_a_third_is_cancelled_at_random(local_cluster
 
     async with channel_of(local_cluster) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
-        plans = [chance.uniform(0, 1.5) if chance.random() < 1 / 3 else None for _ in range(2000)]
+        plans = [chance.uniform(0, 1.5) if chance.random() < 1 / 3 else None for _ in range(count)]
         await asyncio.gather(*(one(stub, number, plan) for number, plan in enumerate(plans)))
         took_s = await wait_idle(stub, 1.0)
-    assert endings["ok"] + endings["cancelled"] == 2000
-    assert endings["cancelled"] > 300, "the test must really cancel"
+    assert endings["ok"] + endings["cancelled"] == count
+    assert endings["cancelled"] > count * 3 // 20, "the test must really cancel"
     assert took_s <= within(1.0)
 
 

@@ -55,6 +55,7 @@ def test_every_pair_hands_over_the_same_bytes(prefill_tp: int, decode_tp: int, n
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["shm", "tcp", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "num_kv_heads"), PAIRS)
 def test_every_pair_hands_over_every_prompt(prefill_tp: int, decode_tp: int, num_kv_heads: int, transport: str) -> None:
@@ -69,6 +70,7 @@ def test_some_pairs_hand_over_the_same_bytes_over_nixl(prefill_tp: int, decode_t
 
 @NEEDS_NIXL
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "num_kv_heads"), PAIRS)
 def test_every_pair_hands_over_the_same_bytes_over_nixl(prefill_tp: int, decode_tp: int, num_kv_heads: int) -> None:
     hand_over_all([17, 1000], prefill_tp, decode_tp, "nixl", num_kv_heads=num_kv_heads)

@@ -229,8 +229,8 @@ def assert_handed_over_bytes(prefill: PrefillGroup, decode: DecodeGroup, transfe
         ("shm", 100),
         ("tcp", 100),
         ("cuda_ipc", 100),
-        pytest.param("shm", 500, marks=pytest.mark.slow),
-        pytest.param("tcp", 500, marks=pytest.mark.slow),
+        pytest.param("shm", 500, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("tcp", 500, marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
 )
 def test_many_requests_share_few_blocks_with_late_writers_and_short_leases(
