@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import random
 import re
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tests.support.router_bed import until
 
 AT_ONCE = 64
 LONGEST_S = 300.0
+TELL_S = 10.0
 RECOVERY_S = 10.0  # after a fault, while requests may still fail of it: a silent group is given up after 8 s
 
 
@@ -128,12 +131,23 @@ def errors_of(oracle: Oracle) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def following(bed: FaultBed):
-    task = asyncio.create_task(bed.follow())
+    """Keeps the bed's groups up to date and says on stderr how far the run is."""
+    tasks = [asyncio.create_task(work) for work in (bed.follow(), _tell(bed.oracle))]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tell(oracle: Oracle) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(TELL_S)
+        ended, failed = sum(bool(record.ends) for record in oracle.records), len(oracle.failed())
+        words = f"{time.monotonic() - began:6.0f} s: {ended} requests ended, {failed} of them failed, {len(oracle.faults)} faults"
+        print(words, file=sys.stderr, flush=True)
 
 
 async def judge_rest(bed: FaultBed, result: Result, within_s: float = 10.0) -> None:
