@@ -77,7 +77,8 @@ def test_a_stopped_decode_rank_ends_at_the_deadline_and_other_pairs_go_on(peers:
         stopped.signal(signal.SIGCONT)
         if transport == "tcp":
             assert results
-            assert isinstance(error, TransferTimeout)
+            if at < 10 or error is not None:  # at the end every byte may have been acknowledged before
+                assert isinstance(error, TransferTimeout)
         else:  # one-sided: what had a connection is written without the peer's help; else it is over only when the peer has taken it
             assert results if error is None else isinstance(error, TransferTimeout)
             while not results:
