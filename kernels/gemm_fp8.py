@@ -60,6 +60,8 @@ def grouped_gemm_fp8(a: Tensor, a_scales: Tensor, weight: Tensor, weight_scales:
     import deep_gemm
 
     out = torch.empty((a.shape[0], rows), dtype=torch.bfloat16, device=a.device)
+    if rows == 0:  # a rank of a small model may hold no piece of its experts
+        return out
     if deep_gemm.get_mk_alignment_for_contiguous_layout() != expert_rows.alignment:
         deep_gemm.set_mk_alignment_for_contiguous_layout(expert_rows.alignment)
     expected_rows = -(-expert_rows.rows.numel() // experts)

@@ -16,25 +16,24 @@ from model.prefill_graph import GraphedPrefill
 from model.prefill_weights import Projections, prepare_prefill_weights
 from model.weights import load_shard
 
-CHECKED_HIDDEN_SIZE = 2880
+HEAD_DIM = 64
 
 
 def build_prefill_cuda(spec: RankSpec, group: ParallelGroup, *, projections: Projections = "bf16_qkv") -> tuple[ModelConfig, CudaPrefill]:
     """Reads this rank's weights and makes its forward pass, which serves as it is; `warm_prefill_cuda` adds graphs and warms it.
 
     Units: projections: the default is the fastest choice that keeps a layer's output within cosine 0.999 of fp32; "fp8" is faster
-    Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for a model of other sizes than the
-        kernels are checked on
+    Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for heads of another
+        size than the attention is checked on
     """
     if spec.weights != "fp8":
         raise ConfigError(f"a prefill pool on cuda got weights {spec.weights!r}; run `tandem convert` and set them to fp8")
     path = Path(spec.model_path)
     config = load_model_config(path)
     check_layout(config, spec.tp, spec.ep)
-    if config.hidden_size != CHECKED_HIDDEN_SIZE:
+    if config.head_dim != HEAD_DIM:
         raise NotSupportedError(
-            f"a prefill pool on cuda for hidden size {config.hidden_size}: the kernels are right at {CHECKED_HIDDEN_SIZE} (gpt-oss-20b and "
-            "120b) and known to be wrong at the tiny model's; use device cpu"
+            f"a prefill pool on cuda for heads of {config.head_dim}: its attention is checked for {HEAD_DIM}; use device cpu"
         )
     shard = load_shard(path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device="cpu", dtype=torch.bfloat16, weights=spec.weights)
     weights = prepare_prefill_weights(config, shard, spec.device, projections=projections)

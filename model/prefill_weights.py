@@ -21,6 +21,7 @@ from kernels.router import fold_router
 from model.config import ModelConfig
 from model.shards import ExpertMatrix, Fp8Matrix, LayerShard, Mxfp4Matrix, ShardWeights
 
+BIAS_BLOCK_SCALE = 2.0**-12  # of a block that holds nothing but bias, where the columns fill whole blocks; grows with the bias
 Projections = Literal["fp8", "bf16", "bf16_qkv"]  # which of the QKV and output projections are FP8: both, none, the output's
 
 
@@ -107,7 +108,8 @@ def pack_experts(matrix: Fp8Matrix, bias: Tensor, device: torch.device | str) ->
     kept = min(padded, matrix.values.shape[2])
     values = torch.zeros((experts, matrix.rows, padded), dtype=torch.float8_e4m3fn, device=device)
     values[:, :, :kept] = matrix.values[:, : matrix.rows, :kept].to(device)
-    scales = torch.ones((experts, matrix.scales.shape[1], padded // FP8_BLOCK), dtype=torch.float32, device=device)
+    shape = (experts, matrix.scales.shape[1], padded // FP8_BLOCK)
+    scales = torch.full(shape, BIAS_BLOCK_SCALE, dtype=torch.float32, device=device)
     scales[:, :, : kept // FP8_BLOCK] = matrix.scales[:, :, : kept // FP8_BLOCK].to(device)
     fold_bias(values, scales, bias.to(device), matrix.columns, BIAS_COLUMNS)
     return Fp8Weight(values, scales)

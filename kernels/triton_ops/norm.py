@@ -76,8 +76,8 @@ def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, inv
     With scales [T, P/128]: q [T, P] fp8; without: q [T, C] takes the norm itself.
     """
     rows, columns = residual.shape
-    groups = triton.cdiv(columns, 128)
     fp8 = scales is not None
+    groups = scales.shape[1] if fp8 else triton.cdiv(columns, 128)  # bias columns after whole groups are a group more
     _add_norm_quantize[(rows,)](
         residual, residual if delta is None else delta, weight if delta_bias is None else delta_bias, weight, q, scales if fp8 else q,
         weight if inverse_rms is None else inverse_rms, scales.stride(1) if fp8 else 0, eps,
@@ -89,8 +89,8 @@ def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, inv
 def launch_combine_norm_quantize(residual, y, rows, expert_weights, weight, q, scales, eps: float, *, add_residual: bool) -> None:
     """residual [T, C] becomes (residual +) sum of shares; with `weight` its norm goes to q: fp8 [T, P] with scales, [T, C] without."""
     tokens, columns = residual.shape
-    groups = triton.cdiv(columns, 128)
     has_norm, fp8 = weight is not None, scales is not None
+    groups = scales.shape[1] if fp8 else triton.cdiv(columns, 128)
     _combine_norm_quantize[(tokens,)](
         residual, y, rows, expert_weights, weight if has_norm else residual, q if has_norm else residual,
         scales if fp8 else expert_weights, scales.stride(1) if fp8 else 0, eps,

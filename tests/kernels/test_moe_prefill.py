@@ -35,6 +35,7 @@ CASES = [
     Case(20, experts=2, first_expert=2),
     Case(9, columns=2880),
     Case(33, alignment=32),
+    Case(19, columns=256, experts=8, all_experts=8, top_k=4, alignment=32),  # the trained fixture: the bias columns are a group more
 ]
 
 
@@ -98,7 +99,7 @@ def test_swiglu_quantize_kernel_equals_reference_on_used_rows(case):
     used = rows.rows[rows.rows >= 0].long()
     gate_up = torch.full((rows.q.shape[0], 2 * case.columns), UNREAD).bfloat16()
     gate_up[used] = (4 * torch.randn(used.numel(), 2 * case.columns)).bfloat16()
-    q, scales = poisoned_fp8_rows(gate_up.shape[0], case.columns)
+    q, scales = poisoned_fp8_rows(gate_up.shape[0], case.columns, 32)
     ops.launch_swiglu_quantize(gate_up, rows.ends, q, scales, 1.702, 7.0, rows.alignment, 32)
     expected = swiglu_quantize(gate_up, rows, bias_columns=32)
     assert_fp8_rows_equal((q[used], scales[used]), (expected[0][used], expected[1][used]), str(case))

@@ -27,6 +27,8 @@ CASES = [
     Case(3, 320, has_delta=False, has_bias=False),
     Case(3, 2880, bias_columns=32),
     Case(4, 192, bias_columns=32),
+    Case(3, 256, bias_columns=32),  # the bias columns are a group of their own
+    Case(2, 128, bias_columns=32),
 ]
 
 
@@ -48,7 +50,7 @@ def test_add_norm_quantize_kernel_equals_reference(case):
     expected = add_norm_quantize(
         expected_residual, weight, 1e-5, delta=delta, delta_bias=bias, bias_columns=case.bias_columns, inverse_rms=expected_inverse
     )
-    q, scales = poisoned_fp8_rows(case.rows, case.columns)
+    q, scales = poisoned_fp8_rows(case.rows, case.columns, case.bias_columns)
     ops.launch_add_norm_quantize(residual, delta, bias, weight, q, scales, inverse, 1e-5, case.bias_columns)
     torch.testing.assert_close(residual, expected_residual, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(inverse, expected_inverse, rtol=1e-6, atol=0)

@@ -22,11 +22,11 @@ from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
-from model.prefill_weights import prepare_prefill_weights
-from model.shards import Mxfp4Matrix
+from model.prefill_weights import pack_experts, prepare_prefill_weights
+from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.thread_group import run_ranks
-from tests.support.tiny_checkpoint import Tiny
+from tests.support.tiny_checkpoint import Tiny, write_tiny
 
 BLOCK = 16
 PROMPT = np.random.default_rng(7).integers(3, 1000, size=200).tolist()
@@ -41,7 +41,7 @@ class Layout:
         return f"tp{self.tp}-ep{self.ep}"
 
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 4)]
+LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 1), Layout(4, 4)]  # 4 without ep: ranks without a piece of the experts
 
 
 def build(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[CudaPrefill, GptOss]:
@@ -194,10 +194,22 @@ def test_mxfp4_experts_are_refused(tiny):
         prepare_prefill_weights(tiny.config, shard, "cpu")
 
 
-def test_sizes_that_the_kernels_are_not_checked_on_are_refused(tiny):
+def test_a_bias_in_a_block_of_its_own_is_kept_to_fp32(tiny):
+    """Columns that fill whole blocks leave the bias no block with weights to share a scale with."""
+    matrix = Fp8Matrix(*fp8_quant_blocks_ref(torch.randn(3, 200, 256)), 200, 256)
+    bias = torch.randn(3, 200) * torch.tensor([[0.01], [1.0], [90.0]])
+    packed = pack_experts(matrix, bias, "cpu")
+    assert packed.values.shape == (3, 200, 384)
+    assert torch.equal(packed.scales[:, :, :2], matrix.scales)
+    folded = packed.values[:, :, 256:].float().sum(2) * packed.scales[:, :, 2].repeat_interleave(128, 1)[:, :200]
+    assert bool(((folded - bias).abs() <= 1e-6 * bias.abs().amax(1, keepdim=True)).all())
+
+
+def test_what_a_prefill_pool_on_cuda_cannot_serve_is_refused(tiny, tmp_path):
     spec = RankSpec("p", "g", "prefill", str(tiny.path), 1, 1, 0, "", 1, b"", device="cuda", weights="fp8")
-    with pytest.raises(NotSupportedError, match="2880"):
-        build_model(spec, LocalGroup())
+    other = write_tiny(tmp_path, head_dim=32)
+    with pytest.raises(NotSupportedError, match="heads of 32"):
+        build_model(replace(spec, model_path=str(other.path)), LocalGroup())
     with pytest.raises(ConfigError, match="tandem convert"):
         build_model(replace(spec, weights="mxfp4"), LocalGroup())
     with pytest.raises(ConfigError, match="bfloat16"):
