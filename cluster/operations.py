@@ -5,6 +5,7 @@ Translates between messages and goals; `controller.py` makes them come true. Mad
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections import Counter
@@ -14,6 +15,7 @@ from cluster.check import check_pools
 from cluster.controller_metrics import ControllerMetrics, Target, group_target
 from cluster.fleet import Fleet
 from cluster.goals import Goals
+from cluster.nodes import close_nodes, find_nodes, groups_on
 from cluster.reconcile import Phase
 from cluster.scaling import Scaling
 from common.access import Role
@@ -25,6 +27,7 @@ from common.server_thread import abort_with
 logger = logging.getLogger(__name__)
 WATCH_S = 1.0
 BY_HAND = "by hand"
+NODE_DRAINS = "its node drains"
 NEEDS = {"Status": Role.OPERATOR, "Scale": Role.OPERATOR, "Drain": Role.OPERATOR, "Rollout": Role.OPERATOR}
 FIXED_KEYS = ("ray_address", "controller_listen", "device", "key_file")  # of `cluster`: a running cluster can't change them
 
@@ -125,7 +128,7 @@ class Operations(control_pb2_grpc.DirectoryServicer):
             return control_pb2.DrainReply(groups=[target])
         try:
             if target not in self._goals.pools:
-                raise ConfigError(f"no pool or group {target!r}; there are {sorted([*self._goals.pools, *groups])}")
+                return control_pb2.DrainReply(groups=await self._drain_node(target))
             before = self._goals.wanted[target]
             self._goals.pin(target, 0)
         except ServingError as exc:
@@ -150,6 +153,21 @@ class Operations(control_pb2_grpc.DirectoryServicer):
         return control_pb2.LoadReportReply()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
+
+    async def _drain_node(self, name: str) -> list[str]:
+        """Its groups leave at once, whether others can take over or not: the node goes. Asked again, it tells which are still there.
+
+        Returns: groups on it. Raises: ConfigError if there is no such node, or it is the head's
+        """
+        nodes = await asyncio.to_thread(find_nodes, name)
+        if not nodes:
+            raise ConfigError(f"no pool, group or node {name!r}; there are {sorted([*self._goals.pools, *self._fleet.groups])}")
+        await asyncio.to_thread(close_nodes, nodes, NODE_DRAINS)
+        here = await asyncio.to_thread(groups_on, self._goals.namespace, nodes)
+        leaving = [group for name, group in self._fleet.groups.items() if name in here]
+        for group in leaving:
+            group.leave(NODE_DRAINS)
+        return [group.name for group in leaving]
 
     def _checked(self, config_json: str) -> Config:
         """Raises: ConfigError if it can't be served, or differs where a running cluster can't"""

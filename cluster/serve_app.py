@@ -14,8 +14,9 @@ import ray
 from ray import serve
 
 from cluster.local_ray import namespace_of
+from cluster.nodes import HEAD_NODE
 from cluster.supervise import CLUSTER, waits_for
-from cluster.up import CONTROLLER, HEAD_NODE
+from cluster.up import CONTROLLER
 from common.config import load_config
 from common.errors import WorkerLost
 

@@ -22,6 +22,7 @@ from cluster.controller import Controller
 from cluster.goals import Goals
 from cluster.guard import Guard
 from cluster.local_ray import LocalRay, connect, namespace_of, start_local_ray, stop_local_ray
+from cluster.nodes import HEAD_NODE
 from cluster.placement import remove_leftovers
 from cluster.rank_actor import RankActor
 from cluster.specs import security_of
@@ -32,7 +33,6 @@ from common.keyring import Keyring
 from common.wire import Wire
 
 CONTROLLER = "tandem-controller"
-HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head alone
 Rows = list[dict]
 
 

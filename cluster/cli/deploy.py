@@ -1,4 +1,4 @@
-"""`tandem controller`, `prepare` and `probe`: what pods of the chart and nodes of `ray up` run."""
+"""`tandem controller`, `prepare`, `probe` and `leave`: what pods of the chart and nodes of `ray up` run."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def probe(
     from cluster.router_probe import probe_router
 
     out.print(probe_router(read_config(config, set_), wants_ready=ready))
+
+
+@app.command(hidden=True)
+def leave(
+    config: ConfigOption,
+    controller: Annotated[str, typer.Option(help="host:port of the controller's directory.")],
+    node: Annotated[str, typer.Option(help="Address or id of this node in the Ray cluster.")],
+    timeout_s: Annotated[float, typer.Option(help="Go whatever still runs after this long [s].")],
+    set_: SetOption = None,
+) -> None:
+    """Drain this node's groups and return when none is left on it. Before a node is taken away, such as in a pod's preStop hook."""
+    from cluster.leave import leave as leave_cluster
+    from cluster.specs import security_of
+    from common.wire import Wire
+
+    leave_cluster(Wire(security_of(read_config(config, set_))), controller, node, timeout_s, out.print)

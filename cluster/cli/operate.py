@@ -72,16 +72,17 @@ def scale(
 
 @app.command()
 def drain(
-    target: Annotated[str, typer.Argument(help="A pool or a group, as `tandem pools` names them.")],
+    target: Annotated[str, typer.Argument(help="A pool or a group, as `tandem pools` names them, or a node's address or Ray id.")],
     now: Annotated[bool, typer.Option("--now", help="A group: at once, even if nobody else can serve meanwhile.")] = False,
     wait: WaitOption = True,
     name: NameOption = "default",
     controller: ControllerOption = None,
 ) -> None:
-    """Let a pool or a group finish what it has and end it.
+    """Let a pool, a group or all groups of a node finish what they have and end them.
 
     A group is replaced by a new one, which starts first where the GPU budget has room for both.
     A pool that was drained stays empty until `tandem scale POOL N` or `auto`.
+    A node's groups end at once and others come elsewhere; Ray takes nothing new there and ends with the last of them.
     What has not finished within cluster.drain_grace_s goes on elsewhere, or ends with an error that says so.
     """
     from cluster.client import controller_stub
