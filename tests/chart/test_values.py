@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 
 import pytest
+import typer
 import yaml
 from google.protobuf import json_format
 
+from cluster.cli import deploy  # noqa: F401 - registers the commands that pods run
+from cluster.cli.app import app
+from cluster.group import LAST_WORDS_S
 from common.proto import router_pb2
 from tests.support.chart import CHART, RELEASE, helm, render
 
@@ -245,7 +250,34 @@ def test_a_pod_lives_longer_than_its_drain(drain_s):
         sleep_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert pod["terminationGracePeriodSeconds"] >= sleep_s + drain_s + 10
     assert yaml.safe_load(rendered.config)["router"]["drain_s"] == drain_s
-    assert worker_of(rendered)["terminationGracePeriodSeconds"] >= drain_s + 30
+
+
+@pytest.mark.parametrize("grace_s", [0, 30, 120.5])
+def test_a_worker_pod_drains_its_groups_before_it_goes_and_lives_longer_than_that(grace_s):
+    rendered = render({"cluster": {"drain_grace_s": grace_s, "controller_listen": "0.0.0.0:50055"}})
+    for pool in ("prefill-tp1", "decode-tp1"):
+        pod = worker_of(rendered, pool)
+        container = pod["containers"][0]
+        shell, flag, line = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, flag) == ("sh", "-c")
+        arguments = shlex.split(line.removeprefix("exec tandem "))
+        command = typer.main.get_command(app).commands[arguments[0]]
+        with command.make_context("leave", arguments[1:]) as context:
+            given = context.params
+        assert (given["node"], given["controller"]) == ("$TANDEM_NODE_ADDRESS", "$FQ_RAY_IP:50055")
+        assert {"name": "TANDEM_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
+        assert str(given["config"]) == "/etc/tandem/config/config.yaml"
+        assert any(mount["mountPath"] == str(given["config"].parent) for mount in container["volumeMounts"])
+        assert grace_s + LAST_WORDS_S < given["timeout_s"] < pod["terminationGracePeriodSeconds"] - 20
+    assert yaml.safe_load(rendered.config)["cluster"]["drain_grace_s"] == grace_s
+
+
+def test_a_worker_pod_that_leaves_needs_no_right_in_kubernetes_and_no_door_of_its_own(default):
+    """It asks the directory, which pods of the release reach, with the cluster's key, which it has anyway."""
+    assert worker_of(default)["automountServiceAccountToken"] is False
+    key = yaml.safe_load(default.config)["cluster"]["key_file"]
+    assert any(key.startswith(mount["mountPath"]) for mount in worker_of(default)["containers"][0]["volumeMounts"])
+    assert all(policy["spec"]["policyTypes"] == ["Ingress"] for policy in default if policy["kind"] == "NetworkPolicy")
 
 
 def test_replicas_without_an_autoscaler_are_those_given():

@@ -134,7 +134,8 @@ template:
       {{- with .pod.annotations }}{{ toYaml . | nindent 6 }}{{ end }}
   spec:
     automountServiceAccountToken: false
-    terminationGracePeriodSeconds: {{ add (ceil .root.Values.router.drain_s) 30 }}
+    # Its groups drain (preStop), then Ray has a moment to end.
+    terminationGracePeriodSeconds: {{ add (include "tandem.leave.seconds" .root) 30 }}
     {{- include "tandem.pod.place" (dict "root" .root "pod" .pod "component" $component) | nindent 4 }}
     initContainers:
       {{- if eq .root.Values.weights.source "download" }}
@@ -161,8 +162,18 @@ template:
         ports:
           - {name: metrics, containerPort: 8080}
           - {name: group, containerPort: {{ .root.Values.metrics.group_port }}}
+        # KubeRay's own FQ_RAY_IP is the head of this pod's cluster, also while a RayService has two.
+        lifecycle:
+          preStop:
+            exec:
+              command:
+                - sh
+                - -c
+                - exec tandem leave --config /etc/tandem/config/config.yaml --node "$TANDEM_NODE_ADDRESS" --controller "$FQ_RAY_IP:{{ include "tandem.port" .root.Values.cluster.controller_listen }}" --timeout-s {{ include "tandem.leave.seconds" .root }}
         env: {{- include "tandem.ray.env" .root | nindent 10 }}
           {{- include "tandem.kernelCache.env" . | nindent 10 }}
+          - name: TANDEM_NODE_ADDRESS
+            valueFrom: {fieldRef: {fieldPath: status.podIP}}
           {{- with .pod.containerEnv }}{{ toYaml . | nindent 10 }}{{ end }}
         {{- with .pod.envFrom }}
         envFrom: {{- toYaml . | nindent 10 }}
@@ -189,6 +200,11 @@ template:
       - name: tmp
         emptyDir: {}
       {{- with .pod.volumes }}{{ toYaml . | nindent 6 }}{{ end }}
+{{- end -}}
+
+{{/* How long a worker pod waits for its groups to drain: the grace that running requests have, and the ranks' own end. */}}
+{{- define "tandem.leave.seconds" -}}
+{{- add (ceil .Values.cluster.drain_grace_s) 20 -}}
 {{- end -}}
 
 {{- define "tandem.kernelCache.env" -}}
