@@ -52,8 +52,8 @@ def close_nodes(nodes: Sequence[RayNode], reason: str) -> None:
     for node in nodes:
         if node.is_head:
             raise ConfigError(f"node {node.address} is the head's: Ray and the controller run there; drain its groups, or a pool")
-    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
-    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # type: ignore[attr-defined]
+    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
     for node in nodes:
         if node.is_alive:
             gcs.drain_node(node.node_id, preempted, reason, NO_DEADLINE, timeout=TIMEOUT_S)
