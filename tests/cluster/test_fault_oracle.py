@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support.fake_model import expected_tokens, seeded_tokens
+from tests.support.faults.load import guard
 from tests.support.faults.oracle import Fault, Footprint, Oracle, Record, percentile, slope_per_hour
 
 
@@ -41,6 +44,18 @@ def test_a_failure_is_within_the_blast_only_of_faults_that_touched_its_life():
     for began, over, within in ((11.0, 11.0, True), (8.0, 8.5, True), (5.0, 6.0, False), (12.5, 13.0, False), (2.0, 9.0, True)):
         oracle.faults = [Fault("kill", "g", began, over)]
         assert (oracle.out_of_blast(2.0) == []) is within
+
+
+@pytest.mark.parametrize(("before", "ends"), [([], ["cancelled"]), (["ok"], ["ok"])], ids=["under way", "all was there"])
+async def test_a_client_that_leaves_ends_only_what_had_not_ended(before, ends):
+    left = record(ends=list(before), ended_s=0.0)
+
+    async def read() -> None:
+        raise asyncio.CancelledError
+
+    await guard(left, read)
+    assert left.ends == ends
+    assert left.ended_s > 0
 
 
 def test_growth_and_percentiles():

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +102,24 @@ class FaultBed:
                 if time.monotonic() - began > timeout_s:
                     raise TimeoutError(f"{len(self.groups)} of {self.wanted_groups()} groups: {loads}")
                 await asyncio.sleep(0.1)
+
+    async def until_spare(self, timeout_s: float = 120.0) -> list[types_pb2.GroupDescription]:
+        """Waits until some role has two groups that the router thinks well of. Returns: those that another can stand in for
+
+        Raises: TimeoutError
+        """
+        began = time.monotonic()
+        async with grpc.aio.insecure_channel(self.router_address) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            while time.monotonic() - began < timeout_s:
+                loads = await stub.GetLoads(router_pb2.GetLoadsRequest(), timeout=10)
+                healthy = [group.description for group in loads.groups if group.healthy and group.description.group in self.groups]
+                roles = Counter(group.role for group in healthy)
+                spare = [group for group in healthy if roles[group.role] > 1]
+                if spare:
+                    return sorted(spare, key=lambda group: group.group)
+                await asyncio.sleep(0.1)
+        raise TimeoutError(f"no role had two groups to serve: {loads}")
 
     async def until_idle(self, timeout_s: float = 30.0, router_address: str = "") -> float:
         """Waits until every block is free and nothing runs. Returns: seconds it took. Raises: TimeoutError with what is held"""

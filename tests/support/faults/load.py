@@ -81,7 +81,7 @@ class Clients:
         call = self._stubs[number % len(self._stubs)].Generate(message, timeout=self._shape.deadline_s)
         if cancel_after_s is not None:
             asyncio.get_running_loop().call_later(cancel_after_s, call.cancel)
-        await _guard(record, lambda: _read(call, record))
+        await guard(record, lambda: _read(call, record))
         return record
 
     def _request(self, number: int) -> tuple[router_pb2.GenerateRequest, list[int]]:
@@ -113,7 +113,8 @@ async def _read(call, record: Record) -> None:
             record.ends.append("ok")
 
 
-async def _guard(record: Record, read: Callable[[], Awaitable[None]]) -> None:
+async def guard(record: Record, read: Callable[[], Awaitable[None]]) -> None:
+    """Runs `read` and writes into the record how it ended."""
     try:
         await read()
     except grpc.aio.AioRpcError as exc:
@@ -122,5 +123,6 @@ async def _guard(record: Record, read: Callable[[], Awaitable[None]]) -> None:
     except asyncio.CancelledError:
         if asyncio.current_task().cancelling():
             raise
-        record.ends.append("cancelled")
+        if not record.ends:  # else the whole answer was there before the client took its call back
+            record.ends.append("cancelled")
     record.ended_s = time.monotonic()
