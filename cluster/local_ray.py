@@ -24,6 +24,8 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from cluster.state import Process, spawn_held, write_secret
 from common.errors import ConfigError, WorkerLost
 
+REACH_S = 5.0
+
 
 def namespace_of(name: str) -> str:
     """Ray's namespace of a cluster's actors; several clusters may share one Ray."""
@@ -108,6 +110,7 @@ def connect(address: str, token_file: Path | None, namespace: str) -> None:
 
     Raises: ConfigError if no cluster answers there with this token
     """
+    _reach(address)
     os.environ.update(_environment(token_file))
     # Ray reads these once, when it is imported, and has no public way to read them again.
     Config.initialize("")
@@ -116,6 +119,17 @@ def connect(address: str, token_file: Path | None, namespace: str) -> None:
         ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as exc:
         raise ConfigError(f"no Ray cluster answers at {address}: {' '.join(str(exc).split())[:200]}") from exc
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes. Raises: ConfigError if nothing listens at a host:port"""
+    host, _, port = address.rpartition(":")
+    if not host:  # a word that Ray resolves, such as "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"no Ray cluster answers at {address}: {exc}") from exc
 
 
 def _environment(token_file: Path | None) -> dict[str, str]:

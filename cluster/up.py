@@ -6,6 +6,7 @@ Used by the CLI, the demo and the tests.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import sys
@@ -28,10 +29,11 @@ from cluster.rank_actor import RankActor
 from cluster.specs import security_of
 from cluster.state import ClusterState, clear_state, load_state, save_state, spawn_held, state_dir
 from common.config import Config
-from common.errors import ConfigError, ServingError, WorkerLost
+from common.errors import ConfigError, WorkerLost
 from common.keyring import Keyring
 from common.wire import Wire
 
+logger = logging.getLogger(__name__)
 CONTROLLER = "tandem-controller"
 Rows = list[dict]
 
@@ -221,7 +223,10 @@ def _stop_controller(state: ClusterState) -> None:
     """Ends the controller and its groups, and whatever a controller that is gone has left."""
     try:
         controller = controller_of(state)
-    except (ServingError, ValueError):
+    except ConfigError as exc:
+        logger.warning("%s; what may run there was not stopped", exc.message)
+        controller = None
+    except ValueError:
         controller = None  # it never started
     if controller is not None:
         with contextlib.suppress(ray.exceptions.RayError):

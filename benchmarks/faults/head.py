@@ -76,6 +76,8 @@ class RayCluster:
         os.waitpid(self.head.pid, 0)
 
     def restart_head(self) -> None:
+        # Ray starts no head beside a node of the cluster that it noted last; heads and nodes of a real cluster are machines of their own
+        (self._folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
         self.head = self._start_head()
 
     def stop(self) -> None:
