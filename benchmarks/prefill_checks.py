@@ -354,7 +354,7 @@ def layer_cosines(projections: Projections, scale: float) -> tuple[float, float,
 
     x = rms_norm_ref(before, layer.attn_norm, 1e-5)
     qkv = (x @ originals["qkv"].float().t() + layer.qkv_bias.float()).view(tokens, 80, 64)
-    cos, sin = prefill._cos_sin[inputs.positions.long()].chunk(2, dim=1)
+    cos, sin = prefill.cos_sin[inputs.positions.long()].chunk(2, dim=1)
     exact_pool = torch.zeros_like(pool, dtype=torch.float32)
     write_kv_ref(apply_rope_ref(qkv[:, 64:72], cos, sin), qkv[:, 72:], exact_pool, inputs.sliding_slots.long())
     exact = paged_attention_ref(

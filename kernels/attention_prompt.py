@@ -1,8 +1,8 @@
-"""Attention of a whole prompt over its own K and V as they left the projection: contiguous rows instead of pool blocks.
+"""Attention of a prompt, or of a piece of it, over its own K and V as they left the projection: contiguous rows, not pool blocks.
 
 Contiguous rows are read by TMA in wide tiles, which the paged gather can't, so a prompt's first chunk takes this way; later chunks, whose
 keys lie in the pool, take `attention_prefill.py`. FlashInfer's FA3 for full layers, an own Triton kernel for sliding ones, the fp32 twin
-elsewhere. Called by `model/`. Legend: T tokens, H query heads, K KV heads, D head_dim.
+elsewhere. Called by `model/`. Legend: T query tokens, S key tokens, H query heads, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.reference import paged_attention_ref
 
 
 class PromptAttention:
-    """Full causal attention of T tokens over themselves.
+    """Full causal attention of T tokens over S: themselves and what precedes them.
 
     Units: graph_tokens: rows of the CUDA graph that will hold the runs, all of them queries; the plan is then made here and never again
     Effects: the first object compiles its FlashInfer module (minutes); `workspace` may be shared by objects of one stream
@@ -25,37 +25,39 @@ class PromptAttention:
     def __init__(self, heads: AttentionHeads, *, workspace: Tensor, graph_tokens: int | None = None):
         self._heads = heads
         self._sm_scale = heads.head_dim**-0.5
-        self._planned_tokens: int | None = None
+        self._planned: tuple[int, int] | None = None
         self._wrapper = self._make_wrapper(workspace, graph_tokens is not None) if workspace.is_cuda else None
         if graph_tokens is not None:
             self.plan(graph_tokens)
 
-    def plan(self, num_tokens: int) -> None:
-        """Fixes T of the next runs; nothing is done when it is the planned one.
+    def plan(self, num_tokens: int, num_keys: int | None = None) -> None:
+        """Fixes T and S of the next runs; nothing is done when they are the planned ones.
 
+        Units: num_keys: S, the queries being its last T; None: T
         Effects: host work and small copies to the device on the current stream; not capturable
         """
-        if num_tokens == self._planned_tokens:
+        sizes = (num_tokens, num_tokens if num_keys is None else num_keys)
+        if sizes == self._planned:
             return
-        self._planned_tokens = num_tokens
+        self._planned = sizes
         if self._wrapper is not None:
-            indptr = torch.tensor([0, num_tokens], dtype=torch.int32)
+            qo_indptr, kv_indptr = (torch.tensor([0, size], dtype=torch.int32) for size in sizes)
             self._wrapper.plan(
-                indptr, indptr, self._heads.num_qo_heads, self._heads.num_kv_heads, self._heads.head_dim, causal=True,
+                qo_indptr, kv_indptr, self._heads.num_qo_heads, self._heads.num_kv_heads, self._heads.head_dim, causal=True,
                 q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
             )  # fmt: skip
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         """Softmax attention with the sink once per row.
 
-        Shapes: q [T, H, D] bf16, T as planned; k, v [T, K, D] bf16, all values finite; sinks [H] fp32
+        Shapes: q [T, H, D] bf16; k, v [S, K, D] bf16, all values finite; T and S as planned; sinks [H] fp32
         Returns: [T, H, D] in q.dtype
         Effects: capturable; no host sync
-        Raises: ShapeError if T is not the planned one
+        Raises: ShapeError if T or S is not the planned one
         Source: FlashInfer BatchPrefillWithRaggedKVCacheWrapper with its attention-sink variant; `paged_attention_ref`
         """
-        if q.shape[0] != self._planned_tokens:
-            raise ShapeError(f"planned for {self._planned_tokens} tokens, got {q.shape[0]}")
+        if (q.shape[0], k.shape[0]) != self._planned:
+            raise ShapeError(f"planned for {self._planned} tokens, got {q.shape[0]} over {k.shape[0]}")
         if self._wrapper is None:
             return _attention_on_cpu(q, k, v, sinks, None, self._sm_scale)
         return self._wrapper.run(q, k, v, sinks, self._sm_scale, out=torch.empty_like(q))
@@ -81,9 +83,9 @@ class PromptAttention:
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window_tokens: int) -> Tensor:
-    """Sliding-window attention of T tokens over themselves, sink once per row.
+    """Sliding-window attention of the last T of S tokens, sink once per row.
 
-    Shapes: q [T, H, D] bf16; k, v [T, K, D] bf16; sinks [H] fp32
+    Shapes: q [T, H, D] bf16; k, v [S, K, D] bf16; sinks [H] fp32
     Units: window_tokens: keys a query sees, itself included
     Returns: [T, H, D] in q.dtype; accumulated in fp32, probabilities rounded to bf16
     Effects: capturable; no plan; no host sync
@@ -102,8 +104,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window_toke
 
 def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, sm_scale: float) -> Tensor:
     """The rows as a pool of one block."""
-    tokens = q.shape[0]
-    pool = torch.stack((k, v)).transpose(1, 2)[None].contiguous()  # [1, 2, K, T, D]
-    zero, end = torch.tensor([0]), torch.tensor([tokens])
-    table, bounds = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, tokens])
+    queries, keys = q.shape[0], k.shape[0]
+    pool = torch.stack((k, v)).transpose(1, 2)[None].contiguous()  # [1, 2, K, S, D]
+    zero, end = torch.tensor([0]), torch.tensor([keys])
+    table, bounds = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, queries])
     return paged_attention_ref(q, pool, table, zero, end, bounds, sinks, window=window, sm_scale=sm_scale)

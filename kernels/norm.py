@@ -23,10 +23,12 @@ def add_norm_quantize(
     delta_bias: Tensor | None = None,
     bias_columns: int = 0,
     inverse_rms: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """residual += delta + delta_bias; then FP8 of its RMSNorm.
 
     Shapes: residual, delta [T, C] bf16 contiguous; weight, delta_bias [C] float; inverse_rms [T] fp32: filled with 1 / RMS when given
+    Shapes: out: q and scales to fill, rows of larger ones from `empty_fp8_rows` for instance; None makes them
     Units: bias_columns: padding columns of the result that hold exactly 1.0 (see `quantize_rows`)
     Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32; the norm reads the residual as rounded to its dtype
     Effects: residual is updated when delta is given; capturable; no host sync
@@ -34,9 +36,10 @@ def add_norm_quantize(
     Source: `rms_norm_ref` then `fp8_quant_rows_bias_ref`
     """
     _check_delta(residual, delta)
-    q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device, bias_columns)
     if not residual.is_cuda:
-        return fp8_quant_rows_bias_ref(_add_norm_on_cpu(residual, weight, eps, delta, delta_bias, inverse_rms), bias_columns)
+        made = fp8_quant_rows_bias_ref(_add_norm_on_cpu(residual, weight, eps, delta, delta_bias, inverse_rms), bias_columns)
+        return made if out is None else (out[0].copy_(made[0]), out[1].copy_(made[1]))
+    q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device, bias_columns) if out is None else out
     from kernels.triton_ops.norm import launch_add_norm_quantize
 
     if residual.shape[0]:

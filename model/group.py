@@ -15,6 +15,7 @@ from common.process import is_known_dead
 from common.proto import types_pb2
 from common.rank_spec import RankSpec
 from model.control import FollowerChannel, LeaderChannel
+from model.device_group import open_device_group
 from model.parallel import LocalGroup, ParallelGroup
 from model.star import StarListener, join_star
 from model.star_group import StarGroup
@@ -26,15 +27,18 @@ _WATCH_INTERVAL_S = 0.25
 
 @dataclass
 class GroupLinks:
-    """What one rank holds of its group: the leader's end of the control channel on rank 0, a follower's end on the others."""
+    """What one rank holds of its group: the leader's end of the control channel on rank 0, a follower's end on the others.
+
+    `end_compute`: ends the collectives of `compute`
+    """
 
     compute: ParallelGroup
     control: LeaderChannel | FollowerChannel
+    end_compute: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         self.control.close()
-        if isinstance(self.compute, StarGroup):
-            self.compute.close()
+        self.end_compute()
 
 
 def open_group(spec: RankSpec) -> GroupLinks:
@@ -44,18 +48,32 @@ def open_group(spec: RankSpec) -> GroupLinks:
     """
     if spec.tp == 1:
         return GroupLinks(LocalGroup(), LeaderChannel([]))
-    if spec.device != "cpu":
-        raise NotSupportedError(f"groups of {spec.tp} ranks on {spec.device}: only the CPU's collectives exist")
+    on_gpus = spec.device == "cuda" and spec.role == "prefill"
+    if spec.device != "cpu" and not on_gpus:
+        raise NotSupportedError(
+            f"{spec.role} groups of {spec.tp} ranks on {spec.device}: collectives exist for prefill on cuda and for cpu"
+        )
+    control: LeaderChannel | FollowerChannel
     if spec.rank > 0:
-        control = join_star(spec.rendezvous, spec.key, spec.rank, "control", JOIN_TIMEOUT_S)
-        compute = join_star(spec.rendezvous, spec.key, spec.rank, "compute", JOIN_TIMEOUT_S)
-        return GroupLinks(StarGroup(spec.rank, spec.tp, [compute]), FollowerChannel(control))
-    listener = StarListener(spec.rendezvous, spec.key)
+        control = FollowerChannel(join_star(spec.rendezvous, spec.key, spec.rank, "control", JOIN_TIMEOUT_S))
+        star = StarGroup(spec.rank, spec.tp, [join_star(spec.rendezvous, spec.key, spec.rank, "compute", JOIN_TIMEOUT_S)])
+    else:
+        listener = StarListener(spec.rendezvous, spec.key)
+        try:
+            links = listener.accept(spec.tp, ("control", "compute"), JOIN_TIMEOUT_S)
+        finally:
+            listener.close()
+        control, star = LeaderChannel(links["control"]), StarGroup(0, spec.tp, links["compute"])
+    if not on_gpus:
+        return GroupLinks(star, control, star.close)
     try:
-        links = listener.accept(spec.tp, ("control", "compute"), JOIN_TIMEOUT_S)
+        compute, end = open_device_group(star)
+    except BaseException:
+        control.close()
+        raise
     finally:
-        listener.close()
-    return GroupLinks(StarGroup(0, spec.tp, links["compute"]), LeaderChannel(links["control"]))
+        star.close()
+    return GroupLinks(compute, control, end)
 
 
 class RankWatch:

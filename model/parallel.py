@@ -5,11 +5,14 @@ Owns no process group: whoever makes one (the rank's actor) hands it in and dest
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PendingSum = Callable[[], Tensor]  # waits, on the device alone where the ranks are GPUs. Returns: the sum
 
 
 class ParallelGroup(Protocol):
@@ -25,6 +28,10 @@ class ParallelGroup(Protocol):
         """Sum over ranks. Effects: in place. Returns: t"""
         ...
 
+    def start_all_reduce(self, t: Tensor) -> PendingSum:
+        """Begins a sum over ranks, in place, beside what is enqueued next; t is not to be touched until it has been waited for."""
+        ...
+
     def all_gather(self, t: Tensor, dim: int) -> Tensor:
         """Returns: the ranks' tensors joined along `dim` in rank order, on every rank"""
         ...
@@ -38,6 +45,9 @@ class LocalGroup:
 
     def all_reduce(self, t: Tensor) -> Tensor:
         return t
+
+    def start_all_reduce(self, t: Tensor) -> PendingSum:
+        return lambda: t
 
     def all_gather(self, t: Tensor, dim: int) -> Tensor:
         return t
@@ -55,6 +65,17 @@ class TorchGroup:
         if self.size > 1:
             dist.all_reduce(t, group=self._group)
         return t
+
+    def start_all_reduce(self, t: Tensor) -> PendingSum:
+        if self.size == 1:
+            return lambda: t
+        work = dist.all_reduce(t, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return t
+
+        return wait
 
     def all_gather(self, t: Tensor, dim: int) -> Tensor:
         if self.size == 1:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prefill import AttentionHeads, attention_workspace
-from kernels.gemm_fp8 import ROW_ALIGNMENT, gemm_fp8, grouped_gemm_fp8
+from kernels.gemm_fp8 import ROW_ALIGNMENT, grouped_gemm_fp8
 from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows, swiglu_quantize
 from kernels.norm import add_norm, add_norm_quantize
-from kernels.quantize import BIAS_COLUMNS, quantize_rows
+from kernels.quantize import BIAS_COLUMNS
 from kernels.reference import rms_norm_ref, yarn_inv_freq_ref
 from kernels.rope_kv import rope_table, rope_write_kv
 from kernels.router import Routing, route
@@ -27,11 +27,14 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.layout import vocab_rows_per_rank
 from model.parallel import ParallelGroup
-from model.prefill_inputs import ChunkAttention, ChunkInputs, PagedAttention, PromptChunkAttention, starts_prompt
+from model.prefill_inputs import ChunkAttention, ChunkInputs, KVRows, PagedAttention, PromptChunkAttention, starts_prompt
+from model.prefill_pieces import PiecewisePrefill
+from model.prefill_projections import NormedRows, project, project_output
 from model.prefill_weights import Fp8Weight, PrefillWeights
 
 LayerHook = Callable[[int], None]
-NormedRows = tuple[Tensor, Tensor] | Tensor  # FP8 rows and scales, or bf16 rows: what the next projection takes
+PIECES = 2
+LEAST_PIECE_TOKENS = 1024
 
 
 class CudaPrefill:
@@ -40,6 +43,7 @@ class CudaPrefill:
     Shapes: `logit_offset` [layers, T or more, all experts] fp32 or None: added to the router's logits; benchmarks of random weights set it
     Units: block_size [tokens]; max_positions: length of the rope table
     Units: contiguous: chunks that begin a prompt attend to K and V as rows instead of reading them back from the pool
+    Units: pieces, least_piece_tokens: how a group of several ranks cuts such chunks, see `model/prefill_pieces.py`
     Effects: allocates the rope table and the attention workspace; kernels compile at first use
     """
 
@@ -54,13 +58,15 @@ class CudaPrefill:
         max_positions: int,
         row_alignment: int = ROW_ALIGNMENT,
         contiguous: bool = True,
+        pieces: int = PIECES,
+        least_piece_tokens: int = LEAST_PIECE_TOKENS,
     ):
         self.config = config
         self.weights = weights
         self.device = torch.device(device)
         self.logit_offset: Tensor | None = None
-        self._group = group
-        self._row_alignment = row_alignment
+        self.group = group
+        self.row_alignment = row_alignment
         self.block_size = block_size
         first = weights.layers[0]
         self.heads = AttentionHeads(first.sinks.shape[0], first.num_kv_heads, config.head_dim)
@@ -72,10 +78,11 @@ class CudaPrefill:
             config.rope_beta_fast,
             config.rope_beta_slow,
         )
-        self._cos_sin = rope_table(max_positions, inv_freq.to(self.device), concentration)
+        self.cos_sin = rope_table(max_positions, inv_freq.to(self.device), concentration)
         self.workspace = attention_workspace(self.device)
         self._paged = PagedAttention(config, self.heads, block_size, self.workspace)
         self._prompt = PromptChunkAttention(config, self.heads, block_size, self.workspace) if contiguous else None
+        self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if contiguous and group.size > 1 else None
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, kv: KVCache, on_layer: LayerHook | None = None) -> Tensor | None:
@@ -91,8 +98,12 @@ class CudaPrefill:
         inputs.fill(batch)
         attention = self._paged if self._prompt is None or not starts_prompt(batch) else self._prompt
         attention.plan(batch, tokens, self.device)
-        logits = self.run(inputs, attention, kv, want_logits=batch.logits_rows.numel() > 0, on_layer=on_layer)
-        return logits if self._group.rank == 0 else None
+        want_logits = batch.logits_rows.numel() > 0
+        if self._piecewise is not None and isinstance(attention, PromptChunkAttention):
+            logits = self._piecewise.run(inputs, attention, kv, want_logits=want_logits, on_layer=on_layer)
+        else:
+            logits = self.run(inputs, attention, kv, want_logits=want_logits, on_layer=on_layer)
+        return logits if self.group.rank == 0 else None
 
     def run(
         self, inputs: ChunkInputs, attention: ChunkAttention, kv: KVCache, *, want_logits: bool, on_layer: LayerHook | None = None
@@ -111,10 +122,29 @@ class CudaPrefill:
         q, kv_rows = self._write_kv(last, rows, inputs, kv.layer(last), attention, on_layer)
         if not want_logits:
             return residual.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        residual = residual.index_select(0, inputs.last_row)
-        attended = attention.attend_last(q, inputs.last_row, kv_rows, kv.layer(last), layers[last].sinks)
-        y, routing, places = self._moe(last, residual, attended, counts[last], None)
-        return self._logits(residual + self._group.all_reduce(combine(y, places, routing.expert_weights)))
+        return self.last_row_logits(residual, q, inputs.last_row, inputs.last_row, attention, kv_rows, kv, counts[last])
+
+    def last_row_logits(
+        self,
+        residual: Tensor,
+        q: Tensor,
+        q_row: Tensor,
+        last_row: Tensor,
+        attention: ChunkAttention,
+        kv_rows: KVRows,
+        kv: KVCache,
+        counts: Tensor,
+    ) -> Tensor:
+        """What the last layer does behind its K and V: for the last token alone.
+
+        Shapes: residual [T, C]; q: queries of the chunk's end, `q_row` [1] the last token's among them; last_row [1]
+        Returns: logits [1, V] fp32
+        """
+        last = len(self.weights.layers) - 1
+        residual = residual.index_select(0, last_row)
+        attended = attention.attend_last(q, q_row, kv_rows, kv.layer(last), self.weights.layers[last].sinks)
+        y, routing, places = self._moe(last, residual, attended, counts, None)
+        return self._logits(residual + self.group.all_reduce(combine(y, places, routing.expert_weights)))
 
     def after_attention(self, index: int, residual: Tensor, attended: Tensor, counts: Tensor, num_tokens: Tensor | None) -> NormedRows:
         """Everything of layer `index` (not the last) behind its attention, and the next layer's norm.
@@ -126,10 +156,10 @@ class CudaPrefill:
         y, routing, places = self._moe(index, residual, attended, counts, num_tokens)
         following, eps = self.weights.layers[index + 1], self.config.rms_norm_eps
         in_fp8 = isinstance(following.qkv, Fp8Weight)
-        if self._group.size == 1:
+        if self.group.size == 1:
             joined = combine_norm_quantize if in_fp8 else combine_norm
             return joined(residual, y, places, routing.expert_weights, following.attn_norm, eps)
-        delta = self._group.all_reduce(combine(y, places, routing.expert_weights))
+        delta = self.group.all_reduce(combine(y, places, routing.expert_weights))
         return (add_norm_quantize if in_fp8 else add_norm)(residual, following.attn_norm, eps, delta=delta)
 
     def _write_kv(
@@ -138,12 +168,12 @@ class CudaPrefill:
         """Projects, rotates and stores K and V. Returns: q [T, H, D]; k and v [T, K, D] if the attention reads rows"""
         layer, heads = self.weights.layers[index], self.heads
         slots = inputs.sliding_slots if self.config.sliding[index] else inputs.full_slots
-        qkv = _project(rows, layer.qkv)
+        qkv = project(rows, layer.qkv)
         kv_rows = None
         if attention.reads_rows:
             shape = (qkv.shape[0], heads.num_kv_heads, heads.head_dim)
             kv_rows = (qkv.new_empty(shape), qkv.new_empty(shape))
-        q = rope_write_kv(qkv, layer.qkv_bias, self._cos_sin, inputs.positions, slots, pool, heads.num_qo_heads, kv_rows=kv_rows)
+        q = rope_write_kv(qkv, layer.qkv_bias, self.cos_sin, inputs.positions, slots, pool, heads.num_qo_heads, kv_rows=kv_rows)
         if on_layer is not None:
             on_layer(index)
         return q, kv_rows
@@ -153,8 +183,7 @@ class CudaPrefill:
     ) -> tuple[Tensor, Routing, Tensor]:
         """Output projection, router and experts; adds the projection to residual. Returns: y [M, C], routing, each choice's row [T, k]"""
         config, layer = self.config, self.weights.layers[index]
-        flat = attended.flatten(1)
-        delta = self._group.all_reduce(_project(quantize_rows(flat) if isinstance(layer.o, Fp8Weight) else flat, layer.o))
+        delta = self.group.all_reduce(project_output(attended, layer.o))
         inverse_rms = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
         rows = add_norm_quantize(
             residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS,
@@ -165,7 +194,7 @@ class CudaPrefill:
             residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
             first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
         )  # fmt: skip
-        expert_rows = permute_rows(*rows, routing, alignment=self._row_alignment, first_expert=layer.first_expert)
+        expert_rows = permute_rows(*rows, routing, alignment=self.row_alignment, first_expert=layer.first_expert)
         gate_up = grouped_gemm_fp8(expert_rows.q, expert_rows.scales, *layer.gate_up, expert_rows)
         h = swiglu_quantize(gate_up, expert_rows, alpha=config.swiglu_alpha, limit=config.swiglu_limit, bias_columns=BIAS_COLUMNS)
         return grouped_gemm_fp8(*h, *layer.down, expert_rows), routing, expert_rows.rows
@@ -176,14 +205,5 @@ class CudaPrefill:
             logits = torch.mm(x, self.weights.lm_head.t(), out_dtype=torch.float32)
         else:
             logits = x.float() @ self.weights.lm_head.float().t()
-        missing = vocab_rows_per_rank(self.config.vocab_size, self._group.size) - logits.shape[1]
-        return self._group.all_gather(torch.nn.functional.pad(logits, (0, missing)), dim=1)[:, : self.config.vocab_size]
-
-
-def _project(rows: NormedRows, weight: Fp8Weight | Tensor) -> Tensor:
-    """rows @ weight.T in the weight's precision. Returns: [T, R] bf16 on CUDA, fp32 elsewhere"""
-    if isinstance(weight, Fp8Weight):
-        values, scales = rows
-        return gemm_fp8(values, scales, *weight)
-    assert isinstance(rows, torch.Tensor)
-    return torch.mm(rows, weight.t()) if rows.is_cuda else rows.float() @ weight.float().t()
+        missing = vocab_rows_per_rank(self.config.vocab_size, self.group.size) - logits.shape[1]
+        return self.group.all_gather(torch.nn.functional.pad(logits, (0, missing)), dim=1)[:, : self.config.vocab_size]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.parallel import PendingSum
 from model.star import Link
 
 
@@ -41,6 +42,11 @@ class StarGroup:
             if result.data_ptr() != t.data_ptr():
                 t.copy_(result)
         return t
+
+    def start_all_reduce(self, t: Tensor) -> PendingSum:
+        """The sum itself: there is nothing on a CPU to do meanwhile."""
+        self.all_reduce(t)
+        return lambda: t
 
     def all_gather(self, t: Tensor, dim: int) -> Tensor:
         """Returns: the ranks' tensors joined along `dim` in rank order, on every rank

@@ -48,7 +48,7 @@ def main() -> None:
             TOP_K=4, PADDED_K=4, HAS_OFFSET=True, HAS_NUM_TOKENS=True, BLOCK_T=8, **experts,
         ),
         "window_attention": compile_kernel(
-            window_attention._window_attention, "bf16 bf16 bf16 f32 bf16", "i32 fp32",
+            window_attention._window_attention, "bf16 bf16 bf16 f32 bf16", "i32 i32 fp32",
             Q_HEADS=64, KV_HEADS=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=128, BLOCK_N=64, TILES=4, DOT=tl.bfloat16,
         ),
         "permute_rows": compile_kernel(

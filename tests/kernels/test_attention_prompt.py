@@ -19,9 +19,10 @@ class Case:
     window: int = 24
     block_m: int = 32
     block_n: int = 16
+    earlier: int = 0
 
     def __str__(self) -> str:
-        return f"T{self.tokens}-H{self.q_heads}-K{self.kv_heads}-W{self.window}-m{self.block_m}-n{self.block_n}"
+        return f"T{self.tokens}-H{self.q_heads}-K{self.kv_heads}-W{self.window}-m{self.block_m}-n{self.block_n}-after{self.earlier}"
 
 
 CASES = [
@@ -33,6 +34,8 @@ CASES = [
     Case(64, window=17),
     Case(70, window=1, q_heads=3, kv_heads=1),
     Case(300, q_heads=2, kv_heads=1, window=128, block_m=128, block_n=64),
+    Case(40, earlier=23),
+    Case(33, earlier=5, window=17),
 ]
 HEAD_DIM = 16
 
@@ -40,7 +43,7 @@ HEAD_DIM = 16
 def make(case: Case):
     g = torch.Generator().manual_seed(case.tokens)
     q = torch.randn(case.tokens, case.q_heads, HEAD_DIM, generator=g) * 2
-    k, v = (torch.randn(case.tokens, case.kv_heads, HEAD_DIM, generator=g) for _ in range(2))
+    k, v = (torch.randn(case.earlier + case.tokens, case.kv_heads, HEAD_DIM, generator=g) for _ in range(2))
     return q, k, v, torch.randn(case.q_heads, generator=g)
 
 
@@ -72,6 +75,22 @@ def test_the_sink_counts_once_however_many_tiles_a_window_takes():
     torch.testing.assert_close(out[24:], torch.full((66, 1, HEAD_DIM), 0.5))
 
 
+@pytest.mark.parametrize("window", [24, None])
+def test_a_piece_after_earlier_rows_is_the_same_rows_of_the_whole(window):
+    q, k, v, sinks = make(Case(90))
+
+    def attend(first: int, last: int) -> torch.Tensor:
+        if window is not None:
+            return window_attention(
+                q[first:last], k[max(first - window + 1, 0) : last], v[max(first - window + 1, 0) : last], sinks, window
+            )
+        attention = PromptAttention(AttentionHeads(4, 2, HEAD_DIM), workspace=torch.empty(0))
+        attention.plan(last - first, last)
+        return attention.run(q[first:last], k[:last], v[:last], sinks)
+
+    torch.testing.assert_close(torch.cat((attend(0, 50), attend(50, 90))), attend(0, 90))
+
+
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_prompt_attention_equals_the_paged_twin_over_shuffled_blocks(tokens):
     q, k, v, sinks = make(Case(tokens))
@@ -93,5 +112,5 @@ def test_other_rows_than_planned_are_refused():
     q, k, v, sinks = make(Case(23))
     attention = PromptAttention(AttentionHeads(4, 2, HEAD_DIM), workspace=torch.empty(0))
     attention.plan(24)
-    with pytest.raises(ShapeError, match="planned for 24"):
+    with pytest.raises(ShapeError, match="planned for"):
         attention.run(q, k, v, sinks)

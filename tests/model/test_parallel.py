@@ -12,7 +12,7 @@ from torch import Tensor
 from model.gpt_oss import GptOss
 from model.parallel import LocalGroup
 from model.weights import load_shard
-from tests.support.gloo_rank import rank_main
+from tests.support.gloo_rank import free_address, rank_main
 from tests.support.paged_run import PagedRun
 from tests.support.thread_group import ThreadGroup, run_ranks
 from tests.support.tolerance import FP32_LOGITS, assert_close
@@ -38,10 +38,10 @@ def test_threads_sum_in_place_and_gather_in_rank_order(size: int):
     assert run_ranks(size, both) == [(True, [float(size), sum(ranks)], [ranks, ranks])] * size
 
 
-def test_two_processes_over_gloo_equal_one_rank(tiny, tmp_path):
+def test_two_processes_over_gloo_equal_one_rank(tiny):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    args = (2, str(tmp_path / "store"), tiny.path, PROMPTS, results)
+    args = (2, free_address(), tiny.path, PROMPTS, results)
     processes = [context.Process(target=rank_main, args=(rank, *args)) for rank in range(2)]
     for process in processes:
         process.start()

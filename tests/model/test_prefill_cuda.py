@@ -14,7 +14,7 @@ from common.rank_spec import RankSpec
 from kernels import moe_prefill, norm, quantize
 from kernels.quantize import empty_fp8_rows
 from kernels.reference import fp8_quant_blocks_ref, fp8_quant_rows_bias_ref
-from model import prefill_weights
+from model import prefill_pieces, prefill_weights
 from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.build import build_model
 from model.gpt_oss import GptOss
@@ -22,10 +22,11 @@ from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
+from model.prefill_pieces import cut_pieces
 from model.prefill_weights import pack_experts, prepare_prefill_weights
 from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
-from tests.support.thread_group import run_ranks
+from tests.support.thread_group import ThreadGroup, run_ranks
 from tests.support.tiny_checkpoint import Tiny, write_tiny
 
 BLOCK = 16
@@ -49,8 +50,9 @@ def build(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[CudaPrefill, G
         tiny.path, tiny.config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.float32, weights="fp8"
     )  # fmt: skip
     prefill = CudaPrefill(
-        tiny.config, prepare_prefill_weights(tiny.config, shard, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512
-    )
+        tiny.config, prepare_prefill_weights(tiny.config, shard, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512,
+        least_piece_tokens=64,
+    )  # fmt: skip
     return prefill, GptOss(tiny.config, shard, group, "cpu")
 
 
@@ -93,6 +95,7 @@ def exact_formats(monkeypatch):
 
     for module in (quantize, norm, moe_prefill):
         monkeypatch.setattr(module, "fp8_quant_rows_bias_ref", rows)
+    for module in (quantize, norm, moe_prefill, prefill_pieces):
         monkeypatch.setattr(module, "empty_fp8_rows", empty_rows)
     monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
 
@@ -115,6 +118,38 @@ def test_fp8_prefill_stays_near_fp32(tiny, layout):
         assert torch.equal(cache.full != 0, exact_cache.full != 0)
         near = torch.nn.functional.cosine_similarity(cache.sliding[0].flatten(), exact_cache.sliding[0].flatten(), dim=0)
         assert near > 0.999, f"K and V of the first layer: {near}"
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_group_computes_the_same_in_any_number_of_pieces(tiny, exact_formats, pieces):
+    def run(group: ThreadGroup) -> list[tuple[str, tuple[int, ...]]]:
+        two, _ = build(tiny, group)
+        options = {"block_size": BLOCK, "device": "cpu", "max_positions": 512}
+        prefill = CudaPrefill(tiny.config, two.weights, group, pieces=pieces, least_piece_tokens=1, **options)
+        expected_cache, cache = make_cache(tiny, group), make_cache(tiny, group)
+        expected = two.forward(chunk(0, 200), expected_cache)
+        group.calls.clear()
+        seen: list[int] = []
+        logits = prefill.forward(chunk(0, 200), cache, on_layer=seen.append)
+        assert seen == list(range(tiny.config.num_layers))
+        torch.testing.assert_close(cache.buffer.view(torch.float32), expected_cache.buffer.view(torch.float32), rtol=0, atol=1e-3)
+        if logits is not None:
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+        return group.calls
+
+    for calls in run_ranks(2, run):
+        sums = [shape for name, shape in calls if name == "all_reduce" and shape[0] > 1]
+        sizes = [piece.stop - piece.start for piece in cut_pieces(200, pieces, 1)]
+        assert sums == [(size, tiny.config.hidden_size) for size in sizes] * 2 * (tiny.config.num_layers - 1)
+
+
+@pytest.mark.parametrize(("tokens", "pieces", "least", "sizes"), [
+    (8192, 2, 1024, [4096, 4096]), (2879, 2, 1024, [1536, 1343]), (2047, 2, 1024, [2047]), (1, 2, 1024, [1]), (200, 3, 1, [128, 72]),
+])  # fmt: skip
+def test_pieces_are_whole_tiles_and_cover_the_chunk(tokens, pieces, least, sizes):
+    cut = cut_pieces(tokens, pieces, least)
+    assert [piece.stop - piece.start for piece in cut] == sizes
+    assert [piece.start for piece in cut] == [0, *[piece.stop for piece in cut[:-1]]]
 
 
 def test_chunks_give_the_same_logits_and_kv_as_one_pass(tiny, exact_formats):

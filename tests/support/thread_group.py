@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from model.parallel import PendingSum
+
 WAIT_S = 60.0
 T = TypeVar("T")
 
@@ -46,6 +48,12 @@ class ThreadGroup:
         for part in parts[1:]:
             total += part
         return t.copy_(total)
+
+    def start_all_reduce(self, t: Tensor) -> PendingSum:
+        """Sums at once into a copy; `t` is spoilt until the sum is waited for, so that an early reader is found."""
+        total = self.all_reduce(t.clone())
+        t.fill_(float("nan"))
+        return lambda: t.copy_(total)
 
     def all_gather(self, t: Tensor, dim: int) -> Tensor:
         self.calls.append(("all_gather", tuple(t.shape)))
