@@ -40,6 +40,9 @@ def steps(config: Config, pool: PoolNode) -> list[Step]:
         needed.append(Step(f"FP8 shards beside {path}", lambda: _convert(path)))
     if config.cluster.device != "cpu":
         needed.append(Step("compiled CUDA kernels", _kernels))
+        if pool.role == "prefill":
+            what = f"kernels of FlashInfer, DeepGEMM and Triton for TP{pool.layout.tp}"
+            needed.append(Step(what, lambda: _prefill_kernels(config, pool)))
     return needed
 
 
@@ -93,3 +96,20 @@ def _kernels() -> str:
     except UnsupportedArch as exc:
         return f"not built: {exc.message}"
     return f"{len(NAMES)} libraries"
+
+
+def _prefill_kernels(config: Config, pool: PoolNode) -> str:
+    """Decode runs on CUDA kernels of our own alone. Without a GPU here the ranks compile at their start."""
+    import torch
+
+    from model.config import load_model_config
+    from model.prefill_kernels import compile_prefill_kernels
+
+    if not torch.cuda.is_available():
+        return "not compiled: no GPU here"
+    started = time.monotonic()
+    layout = pool.layout
+    compile_prefill_kernels(
+        load_model_config(config.model.path), tp=layout.tp, ep=layout.ep, block_size=config.kv.block_size, device="cuda"
+    )
+    return f"ready after {time.monotonic() - started:.0f} s"

@@ -13,16 +13,18 @@ from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import GraphedPrefill
-from model.prefill_weights import Projections, prepare_prefill_weights
+from model.prefill_weights import SERVED_PROJECTIONS, Projections, prepare_prefill_weights
 from model.weights import load_shard
 
 HEAD_DIM = 64
 
 
-def build_prefill_cuda(spec: RankSpec, group: ParallelGroup, *, projections: Projections = "bf16_qkv") -> tuple[ModelConfig, CudaPrefill]:
+def build_prefill_cuda(
+    spec: RankSpec, group: ParallelGroup, *, projections: Projections = SERVED_PROJECTIONS
+) -> tuple[ModelConfig, CudaPrefill]:
     """Reads this rank's weights and makes its forward pass, which serves as it is; `warm_prefill_cuda` adds graphs and warms it.
 
-    Units: projections: the default is the fastest choice that keeps a layer's output within cosine 0.999 of fp32; "fp8" is faster
+    Units: projections: "fp8" is faster than the default
     Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for heads of another
         size than the attention is checked on
     """

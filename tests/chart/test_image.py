@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kernels import cuda_library
 from tests.support.chart import CHART, ROOT
 
 DOCKERFILE = ROOT / "Dockerfile"
@@ -53,6 +54,7 @@ def test_the_last_user_is_the_one_that_the_chart_runs():
 
 
 def test_kernels_are_compiled_while_the_image_is_built():
+    assert sorted(cuda_library.NAMES) == sorted(source.stem for source in cuda_library.SOURCES.glob("*.cu")), "build_all builds these"
     assert any("build_all" in rest for word, rest in instructions() if word == "RUN")
     build = DOCKERFILE.read_text()
     assert "/opt/home/.cache /home/tandem/.cache" in build, "where kernels/cuda_library.py looks for them"

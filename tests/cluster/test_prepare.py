@@ -44,6 +44,20 @@ def test_an_mxfp4_pool_needs_the_checkpoint_alone(checkpoint):
 def test_a_pool_on_gpus_waits_for_its_kernels_too(checkpoint):
     config = config_of(checkpoint, cluster={"device": "cuda"})
     assert [step.what for step in node.steps(config, node.pool_of(config, "d"))][-1] == "compiled CUDA kernels"
+    assert node.steps(config, node.pool_of(config, "p"))[-1].what == "kernels of FlashInfer, DeepGEMM and Triton for TP1"
+
+
+def test_the_prefill_kernels_are_compiled_for_the_pools_own_layout(checkpoint, monkeypatch):
+    asked: list[dict] = []
+    monkeypatch.setattr("model.prefill_kernels.compile_prefill_kernels", lambda config, **options: asked.append(options))
+    pools = [{"name": "p", "role": "prefill", "layout": {"tp": 2}}, {"name": "d", "role": "decode"}]
+    config = config_of(checkpoint, cluster={"device": "cuda"}, pools=pools, kv={"block_size": 32})
+    step = node.steps(config, node.pool_of(config, "p"))[-1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert step.run() == "not compiled: no GPU here"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert step.run().startswith("ready after")
+    assert asked == [{"tp": 2, "ep": 1, "block_size": 32, "device": "cuda"}]
 
 
 def test_a_checkpoint_that_comes_late_is_waited_for_by_name(checkpoint, tmp_path, monkeypatch):
