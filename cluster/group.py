@@ -35,7 +35,7 @@ LAST_WORDS_S = 5.0  # a rank that was told to stop ends within this time by itse
 
 class GroupState(enum.Enum):
     PLACING = "waiting for resources"
-    LOADING = "loading weights"
+    LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
     DEAD = "dead"
@@ -70,6 +70,7 @@ class Group:
         self._ranks = Ranks(place)
         self._leave = asyncio.Event()
         self._grace_s = grace_s
+        self._doing = ""  # of rank 0, while it starts
 
     @classmethod
     def adopt(cls, found: Found, place: Place, actors: list[Any], wire: Wire, grace_s: float, on_change: Callable[[], None]) -> Group:
@@ -93,7 +94,7 @@ class Group:
         """What it waits for, or why it goes; for people."""
         if self.leaves_for:
             return f"{self.leaves_for}; {self.load.running} running" if self.state is GroupState.DRAINING else self.leaves_for
-        return self._ranks.lacks() if self.state is GroupState.PLACING else ""
+        return {GroupState.PLACING: self._ranks.lacks, GroupState.LOADING: lambda: self._doing}.get(self.state, str)()
 
     async def run(self, place_timeout_s: float, start_timeout_s: float, health_timeout_s: float, actor_class: type = RankActor) -> None:
         """Starts the group if it was not adopted, and returns when it has ended for good: processes gone, resources given back."""
@@ -159,7 +160,11 @@ class Group:
         rendezvous = await ranks.actors[0].reserve_rendezvous.remote()
         host = rendezvous.rpartition(":")[0]
         specs = [for_rank(spec, rank, rendezvous, host) for rank in range(spec.tp)]
-        answers = await asyncio.gather(*(actor.start.remote(s) for actor, s in zip(ranks.actors, specs, strict=True)))
+        follow = asyncio.create_task(self._follow_start(ranks.actors[0]))
+        try:
+            answers = await asyncio.gather(*(actor.start.remote(s) for actor, s in zip(ranks.actors, specs, strict=True)))
+        finally:
+            follow.cancel()
         description = types_pb2.GroupDescription.FromString(answers[0])
         del description.ranks[:]
         description.ranks.extend(await ranks.identify())
@@ -169,6 +174,13 @@ class Group:
         self.ready_since_s = time.monotonic()
         self._enter(GroupState.READY)
         logger.info("group %s is ready at %s", self.name, description.address)
+
+    async def _follow_start(self, actor: Any) -> None:
+        """What rank 0 is at, for whoever asks what the group waits for; ends with its caller."""
+        with contextlib.suppress(RayError):
+            while True:
+                self._doing = await actor.doing.remote()
+                await asyncio.sleep(POLL_S)
 
     async def _watch(self, actor: Any) -> None:
         """Returns when the rank has ended as it was told; raises WorkerLost, RayError when it died."""

@@ -28,6 +28,7 @@ class Rank(Protocol):
     """What a rank is to its process."""
 
     def start(self) -> types_pb2.GroupDescription | None: ...
+    def doing(self) -> str: ...
     def wait_ended(self, timeout_s: float | None = None) -> str: ...
     def alive(self) -> bool: ...
     def stop(self) -> None: ...
@@ -88,6 +89,10 @@ class RankActor:
         self._rank = self.make_rank(spec)
         description = self._rank.start()
         return description.SerializeToString() if description is not None else b""
+
+    def doing(self) -> str:
+        """What a rank that starts is at, for people; "" before and after."""
+        return self._rank.doing() if self._rank is not None else ""
 
     def serve(self, found: Found) -> None:
         """The group is complete: from now on this is what the rank says of itself."""

@@ -54,7 +54,7 @@ class DecodeRank:
 
         Raises: ServingError; then nothing runs
         """
-        started = start_rank(self.spec, self._build, self._sliding_blocks, self.spec.max_batch)
+        started = start_rank(self.spec, self._build, self._life, self._sliding_blocks, self.spec.max_batch)
         try:
             executor = self._executor(started)
             control = started.links.control
@@ -69,6 +69,10 @@ class DecodeRank:
     def stop(self) -> None:
         """Asks the group to end; only rank 0's call counts, the others end with it. Returns at once."""
         self._commands.put(cmd.ShutDown())
+
+    def doing(self) -> str:
+        """What a rank that starts is at, in words."""
+        return self._life.doing
 
     def alive(self) -> bool:
         return self._life.alive()

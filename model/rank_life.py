@@ -20,9 +20,13 @@ _LAST_WORDS_S = 0.5  # for streams to end with a status, and for `wait_ended` to
 
 
 class RankLife:
-    """STARTING -> RUNNING -> ENDED. `exit_process` ends the process after a failure."""
+    """STARTING -> RUNNING -> ENDED. `exit_process` ends the process after a failure.
+
+    `doing`: what a rank that starts is at, for people; empty once its loop runs.
+    """
 
     def __init__(self, exit_process: Callable[[int], None] = os._exit):
+        self.doing = ""
         self._exit_process = exit_process
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -31,6 +35,7 @@ class RankLife:
 
     def start(self, loop: Callable[[], None], clean_up: Callable[[], None]) -> None:
         """Runs `loop` in a thread of its own until it returns (a wanted end) or raises; `clean_up` follows in both cases."""
+        self.doing = ""
         threading.Thread(target=self._run, args=(loop, clean_up), name="engine", daemon=True).start()
 
     def alive(self) -> bool:

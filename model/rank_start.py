@@ -69,22 +69,27 @@ class StartedRank:
             self.own_server.stop(0)
 
 
-def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGeometry, int], int], useful_sequences: int) -> StartedRank:
+def start_rank(
+    spec: RankSpec, build: BuildModel, life: RankLife, sliding_blocks: Callable[[KVGeometry, int], int], useful_sequences: int
+) -> StartedRank:
     """Returns once all ranks of the group have loaded.
 
-    Units: sliding_blocks(geometry, max_len): blocks of the sliding pool; useful_sequences: full blocks for more longest sequences than
+    Units: life: told what is being done; sliding_blocks(geometry, max_len): blocks of the sliding pool; useful_sequences: full blocks for more longest sequences than
         this are never asked for
     Raises: ServingError; then nothing is left open
     """
     torch.set_num_threads(1)
     wire = Wire(spec.security, spec.key)
+    life.doing = "waits for the group's other ranks"
     links = open_group(spec)
     server = None
     try:
+        life.doing = "reads weights"
         built = build(spec, links.compute)
         geometry = built.config.kv_geometry(spec.block_size, spec.kv_dtype)
         max_len = min(spec.max_model_len, built.config.max_position)
         server = ServerThread(spec.listen_host, wire) if isinstance(links.control, LeaderChannel) else None
+        life.doing = "waits for the group's other ranks to have their weights"
         facts = agree_on_memory(
             spec,
             links,
@@ -98,4 +103,5 @@ def start_rank(spec: RankSpec, build: BuildModel, sliding_blocks: Callable[[KVGe
         if server is not None:
             server.stop(0)
         raise
+    life.doing = "makes KV pools, compiles kernels, records graphs"
     return StartedRank(spec, wire, links, built, geometry, max_len, facts, server)

@@ -235,7 +235,7 @@ class PrefillEngine:
         """Replaces `load` as a whole: other threads read it."""
         scheduler = self._scheduler
         self.load = types_pb2.GroupLoad(
-            running=scheduler.computing is not None,
+            running=int(scheduler.computing is not None),
             waiting=scheduler.num_waiting,
             **scheduler.pools.counts(),
             context_tokens=scheduler.unfinished_tokens,

@@ -52,7 +52,7 @@ class PrefillRank:
 
         Raises: ServingError; then nothing runs
         """
-        started = start_rank(self.spec, self._build, self._sliding_blocks, _PROMPTS_KEPT)
+        started = start_rank(self.spec, self._build, self._life, self._sliding_blocks, _PROMPTS_KEPT)
         try:
             control = started.links.control
             if isinstance(control, LeaderChannel):
@@ -67,6 +67,10 @@ class PrefillRank:
         """Asks the group to end; only rank 0's call counts, the others end with it. Returns at once."""
         if self._engine is not None:
             self._engine.commands.put(ShutDown())
+
+    def doing(self) -> str:
+        """What a rank that starts is at, in words."""
+        return self._life.doing
 
     def alive(self) -> bool:
         return self._life.alive()

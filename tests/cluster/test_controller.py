@@ -89,7 +89,7 @@ def test_shutdown_leaves_no_actor_no_placement_group_and_no_process(config):
 
 def test_shutdown_in_the_middle_of_a_start_leaves_nothing_either(config):
     with pool_cluster("midway", config, fake_rank_actor(start_s=60)) as cluster:
-        cluster.until(lambda s: sum(g.state == "loading weights" for g in s.groups) == 2)
+        cluster.until(lambda s: sum(g.state == "loading" and g.detail == "fakes its weights" for g in s.groups) == 2)
         ray.get(cluster.handle.shutdown.remote())
         assert cluster.actors() == {"tandem-controller"}
         assert cluster.placements() == set()

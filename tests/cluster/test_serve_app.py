@@ -44,8 +44,8 @@ async def test_it_is_deploying_until_every_pool_has_its_minimum(monkeypatch):
         await app.check_health()
     starting = asyncio.create_task(app.__init__(minimum))
     there.append(True)
-    controller.rows = [row("p", "ready"), row("d", "loading weights")]
-    assert await app._lacks(minimum) == "d (0 of 1 groups); d-1: loading weights"
+    controller.rows = [row("p", "ready"), row("d", "loading")]
+    assert await app._lacks(minimum) == "d (0 of 1 groups); d-1: loading"
     for _ in range(10):
         await asyncio.sleep(0)
     assert not starting.done()

@@ -10,10 +10,10 @@ from common.errors import ConfigError
 def test_each_group_that_is_not_ready_is_named_with_its_reason():
     rows = [
         {"pool": "p", "group": "p-1", "state": "ready", "error": None, "tp": 1},
-        {"pool": "p", "group": "p-2", "state": "loading weights", "error": None, "tp": 1},
+        {"pool": "p", "group": "p-2", "state": "loading", "error": None, "tp": 1},
         {"pool": "d", "group": "", "state": "failed", "error": "no node can hold 4 bundles", "tp": 0},
     ]
-    assert waits_for(rows) == "d: no node can hold 4 bundles; p-2: loading weights"
+    assert waits_for(rows) == "d: no node can hold 4 bundles; p-2: loading"
     assert waits_for(rows[:1]) == ""
 
 

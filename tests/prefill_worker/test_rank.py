@@ -10,7 +10,9 @@ import pytest
 from common.errors import KernelError, ServingError
 from common.proto import worker_pb2, worker_pb2_grpc
 from common.requests import SamplingParams
+from decode_worker.rank import DecodeRank
 from model.build import BuiltModel
+from prefill_worker.rank import PrefillRank
 from tests.support.fake_model import CONFIG, NEVER_SAMPLED, FakeModel, FakeModelBuilder, expected_tokens
 from tests.support.groups import Group, rank_spec, running
 from tests.support.pace import within
@@ -57,6 +59,24 @@ def test_group_whose_rank_can_not_load_does_not_start_and_says_why(role, bad_ran
     assert "this rank has no weights" in errors[bad_rank]
     assert all("WorkerLost" in text for rank, text in enumerate(errors) if rank != bad_rank)
     assert time.monotonic() - started < within(20)
+
+
+@pytest.mark.parametrize("make", [PrefillRank, DecodeRank])
+def test_a_rank_that_starts_says_what_it_is_at(make):
+    role, said = ("prefill" if make is PrefillRank else "decode"), []
+
+    def build(spec, group) -> BuiltModel:
+        built = FakeModelBuilder()(spec, group)
+        said.append(rank.doing())
+        return replace(built, warm=lambda kv: said.append(rank.doing()) or built.model)
+
+    rank = make(rank_spec(role), build)
+    assert rank.doing() == ""
+    rank.start()
+    assert said == ["reads weights", "makes KV pools, compiles kernels, records graphs"]
+    assert rank.doing() == ""
+    rank.stop()
+    assert rank.wait_ended(within(20)) == ""
 
 
 @pytest.mark.parametrize(

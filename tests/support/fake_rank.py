@@ -52,6 +52,9 @@ class FakeRank:
         await group.start()
         return group
 
+    def doing(self) -> str:
+        return "" if self._thread is not None else "fakes its weights"
+
     def alive(self) -> bool:
         return not self._ended.is_set()
 
