@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from common.errors import WorkerLost
+from common.errors import ServingError, WorkerLost
 from common.proto import router_pb2, types_pb2
 from frontend.chat_format import ChatFormat, Finish, FinishReason, ReplyParser
 from frontend.choice import Choice, ChoiceUpdate
 from frontend.metrics import FrontendMetrics
 from frontend.router_client import RouterClient
+from frontend.router_link import RouterStream
 from frontend.trace import TRACEPARENT
 
 _T = TypeVar("_T")
@@ -69,9 +70,12 @@ class Generation:
         is_first = True
         try:
             while self._num_open:
-                responses = await stream.take()
+                responses = await self._take(stream)
                 if not responses:
-                    raise WorkerLost("the router ended the stream before the reply was complete")
+                    for choice in self._choices:
+                        if not choice.is_finished:
+                            yield self._note_finish(choice.finish("stop"))
+                    break
                 if is_first:
                     is_first = False
                     self._metrics.ttft.observe(time.monotonic() - started)
@@ -85,6 +89,22 @@ class Generation:
             stream.cancel()
             self._metrics.output_tokens.inc(sum(choice.num_tokens for choice in self._choices))
             self.outcome.completion_tokens = sum(self._counted.get(c.index, c.num_tokens) for c in self._choices)
+
+    async def _take(self, stream: RouterStream) -> list[router_pb2.GenerateResponse]:
+        """The next responses; none when the stream has ended or broken after the last token of every choice, which are answers all the same.
+
+        Raises: ServingError from the router, or WorkerLost, while a reply is not complete
+        """
+        is_complete = all(choice.is_satisfied for choice in self._choices)
+        try:
+            responses = await stream.take()
+        except ServingError:
+            if is_complete:
+                return []
+            raise
+        if not responses and not is_complete:
+            raise WorkerLost("the router ended the stream before the reply was complete")
+        return responses
 
     def _on_response(self, response: router_pb2.GenerateResponse) -> ChoiceUpdate | None:
         chunk = response.chunk

@@ -74,8 +74,8 @@ def start_rank(
 ) -> StartedRank:
     """Returns once all ranks of the group have loaded.
 
-    Units: life: told what is being done; sliding_blocks(geometry, max_len): blocks of the sliding pool; useful_sequences: full blocks for more longest sequences than
-        this are never asked for
+    Units: sliding_blocks(geometry, max_len): blocks of the sliding pool; useful_sequences: full blocks for more longest sequences than
+        this are never asked for; life: told what is being done
     Raises: ServingError; then nothing is left open
     """
     torch.set_num_threads(1)

@@ -46,6 +46,8 @@ def router_request(
     params = request.sampling_params
     if params.stop_token_ids or params.allowed_token_ids or params.ignore_eos:
         raise InvalidRequestError("sampling_params", "stop_token_ids, allowed_token_ids and ignore_eos are the chat format's own")
+    if params.HasField("logprobs"):
+        raise InvalidRequestError("sampling_params.logprobs", "no event of this API carries them; use HTTP")
     if params.HasField("n") and not 1 <= params.n <= MAX_N:
         raise InvalidRequestError("sampling_params.n", f"{params.n}; must lie in [1, {MAX_N}]")
     if len(params.stop) > MAX_STOP_STRINGS or not all(0 < len(stop.encode()) <= MAX_STOP_BYTES for stop in params.stop):

@@ -49,7 +49,7 @@ async def _start(service: Service, call: Call, request: ResponsesRequest) -> Gen
         call.headers,
         request_id=call.request_id,
         max_tokens=request.max_output_tokens,
-        logprobs=request.top_logprobs or None,
+        logprobs=request.num_logprobs(),
         stop_token_ids=generator.chat_format.stop_token_ids,
         priority=call.caller.priority_for(call.headers.priority),
     )

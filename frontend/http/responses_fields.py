@@ -16,6 +16,7 @@ from frontend.http import fields
 from frontend.http.chat_fields import read_effort, read_tool_choice
 from frontend.http.fields import RequestModel
 
+LOGPROBS = "message.output_text.logprobs"  # of what `include` may ask for, the one thing that exists here
 _NO_STORE = "is not supported: nothing is stored here; send the conversation as input items"
 
 
@@ -23,7 +24,7 @@ class ResponsesRequest(RequestModel):
     """Supported fields of a response."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include"}
+        {"user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
         | {"max_tool_calls", "stream_options"}
     )
     REFUSED: ClassVar[Mapping[str, str]] = {
@@ -43,6 +44,7 @@ class ResponsesRequest(RequestModel):
     temperature: fields.Temperature | None = None
     top_p: fields.Probability | None = None
     top_logprobs: fields.TopLogprobs | None = None
+    include: list[str] = Field(default_factory=list)
     seed: fields.Seed | None = None
     reasoning: dict[str, Any] = Field(default_factory=dict)
     text: dict[str, Any] = Field(default_factory=dict)
@@ -76,6 +78,10 @@ class ResponsesRequest(RequestModel):
             reasoning_effort=read_effort(self.reasoning.get("effort"), "reasoning.effort"),
             current_date=current_date,
         )
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, 0 for the chosen token alone, None for no log probabilities."""
+        return self.top_logprobs or (0 if LOGPROBS in self.include else None)
 
     def _check_text(self) -> None:
         for name, value in self.text.items():

@@ -38,17 +38,17 @@ class ResponseBuilder:
         self._message_index = -1
         self._visible: list[VisibleToken] = []
         self._finish: Finish | None = None
+        self._is_cut = False
 
     def begin(self) -> list[dict[str, Any]]:
-        """Events that open the stream."""
-        return [
-            self._event("response.created", response=dict(self.response)),
-            self._event("response.in_progress", response=dict(self.response)),
-        ]
+        """Events that open the stream. What they show stays as it is, though they are encoded with later ones."""
+        empty = {**self.response, "output": []}
+        return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty)]
 
     def update(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         """Events of what one update added."""
         self._visible += update.visible
+        self._is_cut = any(isinstance(event, Finish) and event.reason == "length" for event in update.events)
         out = []
         for event in update.events:
             out += self._on(event)
@@ -107,9 +107,8 @@ class ResponseBuilder:
         self.response["output"].append(item)
         out.append(self._event("response.output_item.added", output_index=self._output_index, item=dict(item)))
         if kind in _TEXT_EVENTS:
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item["content"] = [part if kind == "message" else {"type": "reasoning_text", "text": ""}]
-            out.append(self._item_event("response.content_part.added", content_index=0, part=dict(item["content"][0])))
+            item["content"] = [_empty_part(kind)]
+            out.append(self._item_event("response.content_part.added", content_index=0, part=_empty_part(kind)))
         return out
 
     def _text(self, text: str) -> list[dict[str, Any]]:
@@ -136,7 +135,7 @@ class ResponseBuilder:
         else:
             done = {"arguments": item["arguments"], "name": item["name"]}
             out.append(self._item_event("response.function_call_arguments.done", **done))
-        item["status"] = "completed"
+        item["status"] = "incomplete" if self._is_cut else "completed"
         out.append(self._event("response.output_item.done", output_index=self._output_index, item=item))
         self._open = None
         return out
@@ -152,6 +151,12 @@ class ResponseBuilder:
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+
+def _empty_part(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 def response_usage(outcome: Outcome) -> dict[str, Any]:

@@ -128,6 +128,7 @@ async def test_sampling_and_wishes_reach_the_router_and_stops_stay(harmony: Harm
         (chat_pb2.CompleteRequest(messages=[USER], sampling_params=types_pb2.SamplingParams(n=99)), "sampling_params.n"),
         (chat_pb2.CompleteRequest(messages=[USER], sampling_params=types_pb2.SamplingParams(stop=[""])), "sampling_params.stop"),
         (chat_pb2.CompleteRequest(messages=[USER], sampling_params=types_pb2.SamplingParams(ignore_eos=True)), "sampling_params"),
+        (chat_pb2.CompleteRequest(messages=[USER], sampling_params=types_pb2.SamplingParams(logprobs=1)), "sampling_params.logprobs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -191,7 +191,7 @@ template:
       {{- include "tandem.weights.volume" .root | nindent 6 }}
       - name: kernel-cache
         {{- if .root.Values.kernelCache.hostPath }}
-        hostPath: {path: {{ .root.Values.kernelCache.hostPath }}, type: DirectoryOrCreate}
+        hostPath: {path: {{ .root.Values.kernelCache.hostPath }}, type: Directory}
         {{- else }}
         emptyDir: {sizeLimit: {{ .root.Values.kernelCache.size }}}
         {{- end }}

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import grpc
 import pytest
 
 from common.proto import types_pb2
@@ -315,3 +316,11 @@ async def test_a_stop_token_told_but_not_sent_still_ends_the_call(start, ids_of)
     stack = await start(script)
     answer = (await stack.http.post("/v1/chat/completions", json=body(tools=[WEATHER]))).json()
     assert whole(answer)["finish"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_router_that_breaks_after_the_last_token_spoils_nothing(start, ids_of, stream: bool):
+    stack = await start(Script(ids_of(TEXTS["answer"]), error=(grpc.StatusCode.UNAVAILABLE, "gone"), fails_after=1000))
+    response = await stack.http.post("/v1/chat/completions", json=body(stream=stream))
+    choice = joined(events(response.text)) if stream else whole(response.json())
+    assert (response.status_code, choice["finish"], choice["content"]) == (200, "stop", "The 👩‍🚀 answer is 4.")

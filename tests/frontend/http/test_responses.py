@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from common.proto import types_pb2
 from frontend.harmony.format import HarmonyFormat
 from tests.frontend.support.fake_router import Script
 
@@ -36,6 +37,10 @@ def events(text: str) -> list[dict[str, Any]]:
     return parsed
 
 
+def parts_of(stream: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event["part"] for event in stream if event["type"] == kind]
+
+
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id", "created_at")}
@@ -50,6 +55,8 @@ async def test_stream_and_whole_answer_agree(start, ids_of, text: str, chunk: in
     whole = (await stack.http.post("/v1/responses", json=request)).json()
     stream = events((await stack.http.post("/v1/responses", json=request | {"stream": True})).text)
     assert stream[-1]["type"] == "response.completed"
+    assert [event["response"]["output"] for event in stream[:2]] == [[], []], "nothing is there yet, however much comes with it"
+    assert all(not part["text"] and not part.get("logprobs") for part in parts_of(stream, "response.content_part.added"))
     assert without_ids(stream[-1]["response"]) == without_ids(whole)
     deltas: dict[int, str] = {}
     for event in stream:
@@ -83,9 +90,26 @@ async def test_tool_loop_with_the_real_client(start, ids_of, harmony: HarmonyFor
 
 async def test_a_cut_answer_is_incomplete(start, ids_of):
     stack = await start(Script(ids_of(ANSWER)))
-    answer = await stack.openai.responses.create(model="gpt-oss-20b", input="hi", max_output_tokens=12)
+    answer = await stack.openai.responses.create(model="gpt-oss-20b", input="hi", max_output_tokens=len(ids_of(ANSWER)) - 2)
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output] == ["completed", "incomplete"]
+
+
+async def test_a_cut_call_is_incomplete(start, ids_of):
+    stack = await start(Script(ids_of(CALL)[:-3], reason=types_pb2.FINISH_REASON_LENGTH))
+    answer = await stack.openai.responses.create(model="gpt-oss-20b", input="hi", tools=[TOOL])
+    assert [(item.type, item.status) for item in answer.output][-1] == ("function_call", "incomplete")
+
+
+async def test_include_asks_for_log_probabilities(start, ids_of):
+    stack = await start(Script(ids_of(ANSWER)))
+    fields = {"model": "gpt-oss-20b", "input": "hi", "include": ["reasoning.encrypted_content"]}
+    assert not (await stack.openai.responses.create(**fields)).output[-1].content[0].logprobs
+    fields["include"].append("message.output_text.logprobs")
+    logprobs = (await stack.openai.responses.create(**fields)).output[-1].content[0].logprobs
+    assert "".join(token.token for token in logprobs) == "It is sunny."
+    assert not any(token.top_logprobs for token in logprobs)
 
 
 async def test_a_failure_in_the_stream_is_a_failed_response(start, ids_of):
