@@ -91,7 +91,7 @@ class Generation:
             self.outcome.completion_tokens = sum(self._counted.get(c.index, c.num_tokens) for c in self._choices)
 
     async def _take(self, stream: RouterStream) -> list[router_pb2.GenerateResponse]:
-        """The next responses; none when the stream has ended or broken after the last token of every choice, which are answers all the same.
+        """The next responses; none at an end after the last token of every choice: those are answers, however the stream ended.
 
         Raises: ServingError from the router, or WorkerLost, while a reply is not complete
         """
