@@ -37,12 +37,12 @@ async def _overload(bed: FaultBed, size: int, seed: int) -> Result:
         before = Footprint.of(bed.router.pid)
         flood = Clients(bed.router_address, SHAPE, bed.oracle, seed=seed)
         began = time.monotonic()
-        most = before.rss_bytes
+        most = before.anonymous_bytes
 
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, Footprint.of(bed.router.pid).rss_bytes)
+                most = max(most, Footprint.of(bed.router.pid).anonymous_bytes)
                 await asyncio.sleep(0.2)
 
         watching = asyncio.create_task(watch())
@@ -61,7 +61,7 @@ async def _overload(bed: FaultBed, size: int, seed: int) -> Result:
     result.note(capacity_per_s=capacity, goodput_per_s=goodput, rejects=len(rejects), reject_p50_ms=1e3 * percentile(rejects, 50))
     result.must("goodput_percent", 100 * goodput / capacity, at_least=90)
     result.must("reject_p99_ms", 1e3 * percentile(rejects, 99), at_most=10)
-    result.must("router_growth_mb", (most - before.rss_bytes) / 1e6, at_most=100)
+    result.must("router_growth_mb", (most - before.anonymous_bytes) / 1e6, at_most=100)
     usual = 2 * percentile([r.ended_s - r.sent_s for r in calm.records], 99)
     slow = [r.sent_s - after_ended_s for r in after.records if r.ends != ["ok"] or r.ended_s - r.sent_s > usual]
     result.must("normal_again_after_s", max(slow, default=0.0), at_most=10)

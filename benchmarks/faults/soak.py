@@ -41,7 +41,7 @@ async def _soak(bed: FaultBed, size: int, seed: int) -> Result:
         async def watch() -> None:
             while True:
                 for name, pid in watched.items():
-                    points[name].append((time.monotonic() - began, Footprint.of(pid).rss_bytes / 1e6))
+                    points[name].append((time.monotonic() - began, Footprint.of(pid).anonymous_bytes / 1e6))
                 await asyncio.sleep(1.0)
 
         async def trouble() -> None:

@@ -99,9 +99,9 @@ def gaps_s(records: Iterable[Record]) -> list[float]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds."""
+    """What a process holds. `anonymous_bytes`: its own memory; pages of files come and go as the machine likes."""
 
-    rss_bytes: int
+    anonymous_bytes: int
     fds: int
     threads: int
 
@@ -110,7 +110,7 @@ class Footprint:
         """Raises: FileNotFoundError, ProcessLookupError if the process is gone"""
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
         fds = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        return cls(int(fields["VmRSS"].split()[0]) * 1024, fds, int(fields["Threads"]))
+        return cls(int(fields["RssAnon"].split()[0]) * 1024, fds, int(fields["Threads"]))
 
 
 def slope_per_hour(points: Sequence[tuple[float, float]]) -> float:
