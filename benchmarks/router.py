@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import statistics
 import time
 from collections import deque
@@ -136,19 +137,22 @@ async def _is_ready(stub) -> bool:
 
 
 def measure_choices(pools: int, groups: int, seconds: float) -> dict:
-    """Whole plans per CPU second among `pools` pools of each role with `groups` groups each. Every plan is carried out, so that the next
-    one sees another state; 8 requests per group are on their way at any time."""
+    """Whole plans per CPU second among `pools` pools of each role with `groups` groups each. Requests differ in length. Every plan is
+    carried out, so that the next one sees another state; 8 requests per group are on their way at any time."""
     profile, found = builtin_profile(36, on_cuda=True), PoolSet()
     for i in range(pools):
         tp = (1, 2, 4, 8)[i % 4]
         add_prefill(found, PoolSpec(f"p{i}", tp=tp, ep=tp, weights="fp8"), profile, groups)
         add_decode(found, PoolSpec(f"d{i}", tp=tp, ep=tp, capacity_tokens=1 << 20, kv=KV_120B), profile, groups)
     chooser = Chooser(found, profile, Objective(), seed=0)
-    shape, aim = Shape(prompt=4000, output=200, worst=4200), chooser.aim_of(None, None, None)
+    aim, rng = chooser.aim_of(None, None, None), random.Random(0)
+    lengths = [(rng.randint(50, 16_000), rng.randint(2, 800)) for _ in range(997)]
+    shapes = [Shape(prompt, output, prompt + output) for prompt, output in lengths]
     running: deque[tuple] = deque()
     planning, began, count, now_s = 0.0, time.process_time(), 0, 0.0
     while time.process_time() - began < seconds:
         now_s, count = now_s + 1e-4, count + 1
+        shape = shapes[count % len(shapes)]
         before = time.process_time()
         decision = chooser.plan(shape, aim, now_s, number=count)
         planning += time.process_time() - before

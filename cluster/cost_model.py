@@ -1,14 +1,12 @@
 """What a request would take on a pair of pools: queue, prefill, transfer, TTFT, ITL, GPU-seconds and dollars.
 
-Pure: numbers in, numbers out; no clock, no I/O. `predict` takes one pair; `choice.py` feeds arrays of all pairs to the same `combine`.
+Pure: numbers in, numbers out; no clock, no I/O. `predict` takes one pair; `choice.py` feeds arrays of all pairs to the same `Terms`.
 Times come from the profile, corrected by what finished requests taught (`correction.py`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +35,11 @@ class PoolSpec:
     @property
     def gpus(self) -> int:
         return self.tp
+
+    @property
+    def usd_per_ms(self) -> float:
+        """Of all GPUs of a group."""
+        return self.gpus * self.usd_per_gpu_hour / 3.6e6
 
     @property
     def longest_tokens(self) -> int:
@@ -75,16 +78,63 @@ class Corrections:
 
 @dataclass(frozen=True)
 class Prediction:
-    """For one pair, or for all: then each field is an array [prefill pools, decode pools] or broadcasts to one."""
+    """What one pair would take, or what it took."""
+
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    ttft_ms: float
+    itl_ms: float
+    gpu_seconds: float
+    cost_usd: float
+    latency_s: float
+
+
+@dataclass(slots=True)
+class Terms:
+    """What the figures of a pair are made of; the formulas are the properties, worked out only when they are asked for.
+
+    One pair: numbers. All pairs: arrays that broadcast to [prefill pools, decode pools]. `*_usd_per_ms`: of all GPUs of a group. A prefill
+    group belongs to one request at a time and is paid whole. Of a decode group the request pays for its `share`, the part that it keeps
+    from others, for as long as it takes: a slower group is a dearer one, so more load never makes a pool look better.
+    """
 
     queue_ms: Number
+    dispatch_ms: Number
     prefill_ms: Number
     transfer_ms: Number
-    ttft_ms: Number
     itl_ms: Number
-    gpu_seconds: Number
-    cost_usd: Number
-    latency_s: Number
+    decode_ms: Number
+    share: Number
+    prefill_usd_per_ms: Number
+    decode_usd_per_ms: Number
+    prefill_gpus: Number
+    decode_gpus: Number
+
+    @property
+    def ttft_ms(self) -> Number:
+        return self.queue_ms + self.dispatch_ms + self.prefill_ms
+
+    @property
+    def latency_s(self) -> Number:
+        return (self.ttft_ms + self.decode_ms + self.transfer_ms) / 1e3
+
+    @property
+    def gpu_seconds(self) -> Number:
+        return (self.prefill_gpus * self.prefill_ms + self.decode_gpus * self.share * self.decode_ms) / 1e3
+
+    @property
+    def cost_usd(self) -> Number:
+        return self.prefill_usd_per_ms * self.prefill_ms + self.decode_usd_per_ms * self.share * self.decode_ms
+
+    def prediction(self) -> Prediction:
+        return Prediction(
+            self.queue_ms, self.prefill_ms, self.transfer_ms, self.ttft_ms, self.itl_ms, self.gpu_seconds, self.cost_usd, self.latency_s
+        )
+
+    def of_pair(self, row: int, column: int) -> Terms:
+        """The numbers of one pair out of the arrays of all."""
+        return Terms(*(_at(getattr(self, name), row, column) for name in Terms.__slots__))
 
 
 @dataclass(frozen=True)
@@ -94,13 +144,6 @@ class PreparedPool:
     spec: PoolSpec
     curve: Curve | None = None
     surface: Surface | None = None
-
-    @cached_property
-    def constants(self) -> tuple[float, ...]:
-        """GPUs, their $ per hour, batch places, KV tokens (inf = not known) and layers, for arrays of many pools."""
-        spec = self.spec
-        layers = spec.kv.num_layers if spec.kv is not None else 1
-        return (spec.gpus, spec.gpus * spec.usd_per_gpu_hour, spec.max_batch, spec.capacity_tokens or math.inf, layers)
 
 
 def prepare_prefill(profile: Profile, spec: PoolSpec) -> PreparedPool:
@@ -124,73 +167,51 @@ def itl_ms(pool: PreparedPool, load: PairLoad, shape: Shape, factor: float = 1.0
 
 def occupancy(spec: PoolSpec, shape: Shape) -> float:
     """Share of a decode group that the request keeps from others: a batch place or its worst-case KV, whichever is the larger part."""
-    return float(occupancies(spec.max_batch, spec.capacity_tokens or math.inf, shape.worst))
+    return float(shares(1 / spec.max_batch, 1 / spec.capacity_tokens if spec.capacity_tokens else 0.0, shape.worst))
 
 
-def occupancies(max_batch: Number, capacity_tokens: Number, worst_tokens: float) -> Number:
-    """`occupancy` of many pools."""
-    return np.minimum(1.0, np.maximum(1.0 / max_batch, worst_tokens / capacity_tokens))
+def shares(place: Number, per_token: Number, worst_tokens: int) -> Number:
+    """`occupancy` of many pools. `place`: one of a group's batch places as a part of all; `per_token`: the same of its KV memory."""
+    return np.minimum(np.maximum(place, worst_tokens * per_token), 1.0)
 
 
-def visible_transfer_ms(profile: Profile, num_bytes: Number, ranks: Number, prefill: Number, num_layers: Number) -> Number:
-    """Transfer that is left after prefill: layers travel while later ones are computed, so the last layer's share always shows."""
-    copy = num_bytes / (profile.transfer.gbytes_per_s * 1e6) / ranks
-    return profile.transfer.fixed_ms + np.maximum(copy / num_layers, copy - prefill * ((num_layers - 1) / num_layers))
+def copy_ms(profile: Profile, kv: KVGeometry | None, prompt_tokens: int) -> float:
+    """Time in which one rank alone would hand over the KV of a prompt."""
+    return kv.handover_bytes(prompt_tokens) / (profile.transfer.gbytes_per_s * 1e6) if kv is not None else 0.0
 
 
-def combine(*, wait: Number, dispatch: Number, prefill: Number, transfer: Number, itl: Number, prefill_usd: Number, decode_usd: Number,
-            prefill_gpus: Number, decode_gpus: Number, output: int) -> Prediction:  # fmt: skip
-    """The formulas of a pair. `decode_gpus` and `decode_usd` [per GPU-hour x GPUs] are already multiplied by the occupancy.
-
-    A prefill group belongs to one request at a time and is paid whole. A decode group is paid by the share that the request occupies times
-    how long: a slower group is a dearer one, so more load never makes a pool look better.
-    """
-    steps = output - 1
-    ttft = wait + dispatch + prefill
-    decode = steps * itl
-    handover = transfer if steps else 0.0 * transfer
-    return Prediction(
-        queue_ms=wait,
-        prefill_ms=prefill,
-        transfer_ms=handover,
-        ttft_ms=ttft,
-        itl_ms=itl,
-        gpu_seconds=(prefill_gpus * prefill + decode_gpus * decode) / 1e3,
-        cost_usd=(prefill_usd * prefill + decode_usd * decode) / 3.6e6,
-        latency_s=(ttft + handover + decode) / 1e3,
-    )
+def visible_transfer_ms(fixed_ms: float, copy: Number, prefill: Number, last_layer: Number) -> Number:
+    """Transfer that is left after prefill: layers travel while later ones are computed, so the last layer's part of `copy` always shows."""
+    return fixed_ms + np.maximum(copy * last_layer, copy - prefill * (1.0 - last_layer))
 
 
 def predict(
     profile: Profile, prefill: PreparedPool, decode: PreparedPool | None, load: PairLoad, shape: Shape, fix: Corrections = Corrections()
 ) -> Prediction:  # fmt: skip
     """One pair of pools under the load of this moment. `decode` None: only the first token is wanted."""
-    took = prefill_ms(prefill, shape.prompt, fix.prefill)
-    common = dict(
-        wait=load.wait_ms,
-        dispatch=fix.dispatch_ms,
-        prefill=took,
-        prefill_usd=prefill.spec.gpus * prefill.spec.usd_per_gpu_hour,
-        prefill_gpus=prefill.spec.gpus,
-    )
-    if decode is None:
-        return combine(**common, transfer=0.0, itl=0.0, decode_usd=0.0, decode_gpus=0.0, output=1)
-    kv = decode.spec.kv
-    transfer = 0.0
-    if kv is not None:
-        ranks = min(prefill.spec.tp, decode.spec.tp)
-        transfer = float(visible_transfer_ms(profile, kv.handover_bytes(shape.prompt), ranks, took, kv.num_layers)) * fix.transfer
-    share = occupancy(decode.spec, shape)
-    return combine(
-        **common,
-        transfer=transfer,
-        itl=itl_ms(decode, load, shape, fix.itl),
-        decode_usd=share * decode.spec.gpus * decode.spec.usd_per_gpu_hour,
-        decode_gpus=share * decode.spec.gpus,
-        output=shape.output,
-    )
+    took, spec = prefill_ms(prefill, shape.prompt, fix.prefill), prefill.spec
+    terms = Terms(load.wait_ms, fix.dispatch_ms, took, 0.0, 0.0, 0.0, 0.0, spec.usd_per_ms, 0.0, spec.gpus, 0.0)
+    if decode is not None:
+        kv = decode.spec.kv
+        if kv is not None and shape.output > 1:
+            copy = copy_ms(profile, kv, shape.prompt) / min(spec.tp, decode.spec.tp)
+            terms.transfer_ms = float(visible_transfer_ms(profile.transfer.fixed_ms, copy, took, 1 / kv.num_layers)) * fix.transfer
+        terms.itl_ms = itl_ms(decode, load, shape, fix.itl)
+        terms.decode_ms = (shape.output - 1) * terms.itl_ms
+        terms.share = occupancy(decode.spec, shape)
+        terms.decode_usd_per_ms, terms.decode_gpus = decode.spec.usd_per_ms, decode.spec.gpus
+    return terms.prediction()
 
 
-def score(prediction: Prediction, latency_weight: float) -> Number:
+def score(of: Prediction | Terms, latency_weight: float) -> Number:
     """`latency_s^w x cost_usd^(1-w)`; least wins."""
-    return prediction.latency_s**latency_weight * prediction.cost_usd ** (1 - latency_weight)
+    return of.latency_s**latency_weight * of.cost_usd ** (1 - latency_weight)
+
+
+def _at(values: Number, row: int, column: int) -> float:
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.ndim == 1:
+        return values.item(column)
+    rows, columns = values.shape
+    return values.item(row if rows > 1 else 0, column if columns > 1 else 0)

@@ -1,11 +1,16 @@
-"""Settings that every test shares: torch uses one thread, here and in processes that tests start, and starts from one seed."""
+"""Settings that every test shares: torch uses one thread, here and in processes that tests start, and starts from one seed; examples of
+property tests may take as long as a busy machine needs."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("tandem", deadline=None)
+hypothesis.settings.load_profile("tandem")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -56,9 +56,9 @@ class PrefillBook:
         """From this moment on the first request takes longer than predicted, and `busy_ms` stays the same."""
         return self.free_at_s - self.rest_ms / 1e3
 
-    def rank(self) -> tuple[int, float]:
-        """Least first: who gets the next request."""
-        return (len(self.given), self.free_at_s if self.given else self.free_at_s + self.rest_ms / 1e3)
+    def rank(self) -> tuple[bool, float]:
+        """Least first: the idle, longest idle first, then who is free soonest."""
+        return (not self.is_idle, self.free_at_s if self.given else self.free_at_s + self.rest_ms / 1e3)
 
     def _reckon(self) -> None:
         """`free_at_s` if all goes as predicted; `rest_ms`: the least that is left however late the first request is."""

@@ -6,6 +6,7 @@ one pool are alike, so the best group of each pool stands for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cluster.cost_model import PoolSpec, Prediction, PreparedPool, Shape, combine, occupancies, score, visible_transfer_ms
+from cluster.cost_model import PoolSpec, Prediction, PreparedPool, Shape, Terms, score, visible_transfer_ms
 from cluster.profile import Profile
 from common.errors import InvalidRequestError, LayoutMismatch, OverloadedError, ServingError, WorkerLost
 from common.proto import router_pb2
@@ -43,7 +44,7 @@ class Exclusion:
 @dataclass(slots=True)
 class PrefillSide:
     """All prefill pools at this moment, one entry each. `wait_ms`: until a group would start on the request; `prefill_ms`: corrected;
-    `usd`: per hour, of all GPUs of a group; `groups`: who would get it; `out`: pools that can't be chosen."""
+    `usd_per_ms`: of all GPUs of a group; `groups`: who would get it; `out`: pools that can't be chosen."""
 
     pools: Sequence[PreparedPool]
     groups: list[str]
@@ -51,14 +52,15 @@ class PrefillSide:
     dispatch_ms: np.ndarray
     prefill_ms: np.ndarray
     gpus: np.ndarray
-    usd: np.ndarray
+    usd_per_ms: np.ndarray
     out: dict[int, Exclusion]
 
 
 @dataclass(slots=True)
 class DecodeSide:
     """All decode pools at this moment. `wait_ms` > 0: no group has room now, None: all have; `itl_ms` is corrected, by `itl_factor`;
-    `kv_bytes`: that the prompt hands over. The constants are those of `PreparedPool`."""
+    `share`: of a group, that the request would keep from others; `copy_ms`: in which one rank alone would hand over the prompt's KV, and
+    `last_layer`: the part of it that is one layer's; both are one number where all pools share a geometry."""
 
     pools: Sequence[PreparedPool]
     groups: list[str]
@@ -66,13 +68,27 @@ class DecodeSide:
     wait_ms: np.ndarray | None
     itl_factor: np.ndarray
     transfer_factor: np.ndarray
-    kv_bytes: np.ndarray
+    copy_ms: np.ndarray | float
+    last_layer: np.ndarray | float
+    share: np.ndarray
     gpus: np.ndarray
-    usd: np.ndarray
-    max_batch: np.ndarray
-    capacity_tokens: np.ndarray
-    layers: np.ndarray
+    usd_per_ms: np.ndarray
     out: dict[int, Exclusion]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What holds whatever the load. `ranks` [P, D]: that copy side by side; `unjoined`: pairs that can't exchange KV."""
+
+    ranks: np.ndarray
+    unjoined: dict[tuple[int, int], Exclusion]
+
+
+def pairs_of(prefills: Sequence[PoolSpec], decodes: Sequence[PoolSpec], not_joinable: Mapping[tuple[str, str], str]) -> Pairs:
+    """`not_joinable`: (prefill pool, decode pool) -> reason."""
+    ranks = np.array([[float(min(p.tp, d.tp)) for d in decodes] for p in prefills])
+    reasons = {(i, j): not_joinable.get((p.name, d.name)) for i, p in enumerate(prefills) for j, d in enumerate(decodes)}
+    return Pairs(ranks, {pair: Exclusion(Out.NOT_JOINABLE, reason) for pair, reason in reasons.items() if reason})
 
 
 @dataclass(frozen=True)
@@ -86,14 +102,15 @@ class Aim:
 
 @dataclass
 class Decision:
-    """The chosen pair and everything needed to explain it. `decodes` None: a first token only, the second index is 0."""
+    """The chosen pair and everything needed to explain it. `decodes` None: a first token only, the second index is 0. What only an
+    explanation needs is worked out when it is asked for."""
 
     prefills: PrefillSide
     decodes: DecodeSide | None
-    predictions: Prediction
+    terms: Terms
     scores: np.ndarray
-    exclusions: Mapping[tuple[int, int], Exclusion]
     broken_slo: np.ndarray | None
+    pairs: Pairs
     chosen: tuple[int, int]
     aim: Aim
     shape: Shape
@@ -118,49 +135,55 @@ class Decision:
 
     @cached_property
     def prediction(self) -> Prediction:
-        return at_pair(self.predictions, self.chosen)
+        """Of the chosen pair."""
+        return self.prediction_of(self.chosen)
+
+    def prediction_of(self, pair: tuple[int, int]) -> Prediction:
+        return self.terms.of_pair(*pair).prediction()
+
+    @cached_property
+    def exclusions(self) -> Mapping[tuple[int, int], Exclusion]:
+        """Pairs that can't be taken at all."""
+        return _exclusions(self.prefills, self.decodes, self.pairs)
 
 
 def choose(
-    profile: Profile,
-    prefills: PrefillSide,
-    decodes: DecodeSide,
-    shape: Shape,
-    aim: Aim,
-    seed: int,
-    not_joinable: Mapping[tuple[str, str], str],
-) -> Decision:
-    """Least score wins; equals are spread by the seed. `not_joinable`: (prefill pool, decode pool) -> reason.
+    profile: Profile, prefills: PrefillSide, decodes: DecodeSide, pairs: Pairs, shape: Shape, aim: Aim, seed: int
+) -> Decision:  # fmt: skip
+    """Least score wins; equals are spread by the seed.
 
     Raises: ServingError of the kind that fits if no pair is left
     """
     side = decodes if shape.worst > shape.prompt + 1 else None
-    dims = (len(prefills.pools), len(side.pools) if side is not None else 1)
-    exclusions = _exclusions(prefills, side, not_joinable, dims)
-    if len(exclusions) == dims[0] * dims[1]:
-        raise _nobody(exclusions.values(), shape)
-    predictions = _predict_pairs(profile, prefills, side, shape)
-    scores = score(predictions, aim.latency_weight)
-    broken = _broken_slo(predictions, aim, dims)
-    candidates = _preferred(scores, exclusions, side, broken).ravel()
+    terms = _terms(profile.transfer.fixed_ms, prefills, side, pairs, shape)
+    scores = score(terms, aim.latency_weight)
+    broken = _broken_slo(terms, aim, scores.shape)
+    candidates = _candidates(scores, prefills, side, pairs, broken).ravel()
     best = int(candidates.argmin())
-    (equals,) = (candidates <= candidates[best] * (1 + EQUAL)).nonzero()
-    row, column = divmod(int(equals[spread(seed, len(equals))]) if len(equals) > 1 else best, dims[1])
-    return Decision(prefills, side, predictions, scores, exclusions, broken, (row, column), aim, shape, seed)
+    least = candidates.item(best)
+    if least == math.inf:
+        raise _nobody(_exclusions(prefills, side, pairs).values(), shape)
+    is_equal = candidates <= least * (1 + EQUAL)
+    if (count := int(np.count_nonzero(is_equal))) > 1:
+        best = is_equal.nonzero()[0].item(spread(seed, count))
+    return Decision(prefills, side, terms, scores, broken, pairs, divmod(best, scores.shape[1]), aim, shape, seed)
 
 
-def _preferred(scores: np.ndarray, exclusions, side: DecodeSide | None, broken: np.ndarray | None) -> np.ndarray:
+def _candidates(
+    scores: np.ndarray, prefills: PrefillSide, side: DecodeSide | None, pairs: Pairs, broken: np.ndarray | None
+) -> np.ndarray:  # fmt: skip
     """Scores, infinite where a pair is out: excluded, without room while another has some, or breaking the SLO while another meets it."""
-    waiting = side.wait_ms if side is not None else None
-    if not exclusions and broken is None and waiting is None:
+    full = None if side is None or side.wait_ms is None else np.broadcast_to(side.wait_ms > 0, scores.shape)
+    exclusions = _exclusions(prefills, side, pairs)
+    if not exclusions and broken is None and full is None:
         return scores
     possible = np.ones(scores.shape, bool)
     for pair in exclusions:
         possible[pair] = False
-    for bad in (None if waiting is None else np.broadcast_to(waiting > 0, scores.shape), broken):
+    for bad in (full, broken):
         better = possible if bad is None else possible & ~bad
         possible = better if better.any() else possible
-    return np.where(possible, scores, np.inf)
+    return np.where(possible, scores, math.inf)
 
 
 def spread(seed: int, count: int) -> int:
@@ -168,66 +191,51 @@ def spread(seed: int, count: int) -> int:
     return ((seed * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) * count) >> 64
 
 
-def at_pair(predictions: Prediction, pair: tuple[int, int]) -> Prediction:
-    """The scalars of one pair out of the arrays of all."""
-
-    def pick(x) -> float:
-        if np.ndim(x) < 2:
-            return float(x[pair[1]] if np.ndim(x) else x)
-        return float(x[pair[0] if x.shape[0] > 1 else 0, pair[1] if x.shape[1] > 1 else 0])
-
-    return Prediction(**{name: pick(getattr(predictions, name)) for name in Prediction.__dataclass_fields__})
-
-
-def _exclusions(
-    prefills: PrefillSide, decodes: DecodeSide | None, not_joinable: Mapping[tuple[str, str], str], dims: tuple[int, int]
-) -> dict[tuple[int, int], Exclusion]:  # fmt: skip
+def _exclusions(prefills: PrefillSide, decodes: DecodeSide | None, pairs: Pairs) -> Mapping[tuple[int, int], Exclusion]:
+    """Pairs that can't be taken at all."""
     found: dict[tuple[int, int], Exclusion] = {}
-    for i, out in prefills.out.items():
-        found.update(((i, j), out) for j in range(dims[1]))
+    if prefills.out:
+        columns = len(decodes.pools) if decodes is not None else 1
+        found |= {(i, j): out for i, out in prefills.out.items() for j in range(columns)}
     if decodes is None:
         return found
-    for j, out in decodes.out.items():
-        found.update(((i, j), out) for i in range(dims[0]))
-    if not_joinable:
-        for i, prefill in enumerate(prefills.pools):
-            for j, decode in enumerate(decodes.pools):
-                if reason := not_joinable.get((prefill.spec.name, decode.spec.name)):
-                    found[i, j] = Exclusion(Out.NOT_JOINABLE, reason)
-    return found
+    if decodes.out:
+        found |= {(i, j): out for j, out in decodes.out.items() for i in range(len(prefills.pools))}
+    return found | pairs.unjoined if found else pairs.unjoined
 
 
-def _predict_pairs(profile: Profile, prefills: PrefillSide, decodes: DecodeSide | None, shape: Shape) -> Prediction:
-    """`cost_model.predict` for all pairs at once."""
-    wait, dispatch, prefill = prefills.wait_ms[:, None], prefills.dispatch_ms[:, None], prefills.prefill_ms[:, None]
-    gpus, usd = prefills.gpus[:, None], prefills.usd[:, None]
+def _terms(fixed_ms: float, prefills: PrefillSide, decodes: DecodeSide | None, pairs: Pairs, shape: Shape) -> Terms:
+    """What `cost_model.predict` says of one pair, for all. `fixed_ms`: of any transfer."""
+    queue, dispatch, prefill = prefills.wait_ms[:, None], prefills.dispatch_ms[:, None], prefills.prefill_ms[:, None]
+    usd, gpus = prefills.usd_per_ms[:, None], prefills.gpus[:, None]
     if decodes is None:
-        return combine(wait=wait, dispatch=dispatch, prefill=prefill, transfer=0.0, itl=0.0, prefill_usd=usd, decode_usd=0.0,
-                       prefill_gpus=gpus, decode_gpus=0.0, output=1)  # fmt: skip
-    share = occupancies(decodes.max_batch, decodes.capacity_tokens, shape.worst)
-    ranks = np.minimum(gpus, decodes.gpus)
-    return combine(
-        wait=wait if decodes.wait_ms is None else np.maximum(wait, decodes.wait_ms),
-        dispatch=dispatch,
-        prefill=prefill,
-        transfer=visible_transfer_ms(profile, decodes.kv_bytes, ranks, prefill, decodes.layers) * decodes.transfer_factor,
-        itl=decodes.itl_ms,
-        prefill_usd=usd,
-        decode_usd=share * decodes.usd,
-        prefill_gpus=gpus,
-        decode_gpus=share * decodes.gpus,
-        output=shape.output,
+        return Terms(queue, dispatch, prefill, 0.0, 0.0, 0.0, 0.0, usd, 0.0, gpus, 0.0)
+    transfer: np.ndarray | float = 0.0
+    if shape.output > 1:
+        transfer = visible_transfer_ms(fixed_ms, decodes.copy_ms / pairs.ranks, prefill, decodes.last_layer) * decodes.transfer_factor
+    return Terms(
+        queue if decodes.wait_ms is None else np.maximum(queue, decodes.wait_ms),
+        dispatch,
+        prefill,
+        transfer,
+        decodes.itl_ms,
+        (shape.output - 1) * decodes.itl_ms,
+        decodes.share,
+        usd,
+        decodes.usd_per_ms,
+        gpus,
+        decodes.gpus,
     )
 
 
-def _broken_slo(predictions: Prediction, aim: Aim, dims: tuple[int, ...]) -> np.ndarray | None:
+def _broken_slo(terms: Terms, aim: Aim, dims: tuple[int, ...]) -> np.ndarray | None:
     if aim.ttft_slo_ms is None and aim.itl_slo_ms is None:
         return None
     broken = np.zeros(dims, bool)
     if aim.ttft_slo_ms is not None:
-        broken |= predictions.ttft_ms > aim.ttft_slo_ms
+        broken |= terms.ttft_ms > aim.ttft_slo_ms
     if aim.itl_slo_ms is not None:
-        broken |= predictions.itl_ms > aim.itl_slo_ms
+        broken |= terms.itl_ms > aim.itl_slo_ms
     return broken
 
 
@@ -262,7 +270,7 @@ def _candidate(decision: Decision, pair: tuple[int, int]) -> router_pb2.Candidat
         decode_pool=decodes.pools[pair[1]].spec.name if decodes else "",
         prefill_group=prefills.groups[pair[0]],
         decode_group=decodes.groups[pair[1]] if decodes else "",
-        prediction=to_proto(at_pair(decision.predictions, pair), float(decision.scores[pair])),
+        prediction=to_proto(decision.prediction_of(pair), float(decision.scores[pair])),
         chosen=pair == decision.chosen,
         reason=_reason(decision, pair),
     )
@@ -283,7 +291,7 @@ def _reason(decision: Decision, pair: tuple[int, int]) -> str:
         return "out: no decode group has room now, others have"
     broken = decision.broken_slo
     if broken is not None and broken[pair] and not broken[decision.chosen]:
-        prediction = at_pair(decision.predictions, pair)
+        prediction = decision.prediction_of(pair)
         return f"out: breaks the SLO (ttft {prediction.ttft_ms:.1f} ms, itl {prediction.itl_ms:.2f} ms) and another meets it"
     if own <= best * (1 + EQUAL):
         return "equal: the seed chose another"

@@ -30,7 +30,7 @@ class Chooser:
         self._pools = pools
         self._profile = profile
         self._objective = objective
-        self._board = Board(pools)
+        self._board = Board(pools, profile)
         self._seed = seed
 
     def shape_of(self, prompt: int, max_tokens: int) -> Shape:
@@ -54,4 +54,4 @@ class Chooser:
         seed = (self._seed + number) & 0xFFFFFFFFFFFFFFFF
         prefills = self._board.prefill(shape, now_s, priority, avoid)
         decodes = self._board.decode(shape, now_s, avoid)
-        return choose(self._profile, prefills, decodes, shape, aim, seed, self._pools.not_joinable)
+        return choose(self._profile, prefills, decodes, self._board.pairs(), shape, aim, seed)

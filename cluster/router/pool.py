@@ -132,12 +132,10 @@ class Pool(Generic[Link]):
 
     def exclusion(self, num_links: int) -> Exclusion | None:
         """Why none of the groups that are left can be chosen, if so."""
-        if not self.is_open:
-            return Exclusion(Out.DRAINING, self.spec.name)
-        if not num_links:
-            draining = any(link.is_healthy for link in self.links.values())
-            return Exclusion(Out.DRAINING if draining else Out.UNHEALTHY, self.spec.name)
-        return None
+        if num_links and self.is_open:
+            return None
+        draining = not self.is_open or any(link.is_healthy for link in self.links.values())
+        return Exclusion(Out.DRAINING if draining else Out.UNHEALTHY, self.spec.name)
 
     def _rank(self, link: Link) -> tuple:
         raise NotImplementedError
@@ -165,8 +163,8 @@ class PrefillPool(Pool[PrefillT]):
         return not self.queue and bool(self.order) and self.order.first().book.is_idle
 
     def wait_ms(self, links: Iterable[PrefillT], now_s: float, priority: int = 0) -> float:
-        """Until a newcomer of this priority would start, if only these groups are there."""
-        return wait_until_free_ms([link.book.busy_ms(now_s) for link in links], self.queue.ahead_ms(priority))
+        """Until a newcomer of this priority would start, if only these groups are there, in order: the soonest free first."""
+        return wait_until_free_ms((link.book.busy_ms(now_s) for link in links), self.queue.ahead_ms(priority))
 
     def bind(self, now_s: float, decode: Mapping[str, DecodePool]) -> Iterator[tuple[Ticket, PrefillT]]:
         """Late binding: gives waiting tickets to groups with a free place until one or the other runs out. Tickets that need a decode pool
@@ -191,9 +189,7 @@ class PrefillPool(Pool[PrefillT]):
     def _next(self, avoid: frozenset[int] = frozenset()) -> PrefillT | None:
         """The best group with a free place."""
         for link in self.order:
-            if len(link.book.given) >= CREDITS:
-                return None
-            if link.incarnation not in avoid:
+            if len(link.book.given) < CREDITS and link.incarnation not in avoid:
                 return link
         return None
 
@@ -252,7 +248,7 @@ class DecodePool(Pool[DecodeT]):
 
     def by_room(self, worst_tokens: int, seed: int, avoid: frozenset[int] = frozenset()) -> Iterator[DecodeT]:
         """Groups with room first, then the least loaded; the equal best ones turned by the seed so that they take turns."""
-        links = list(self.order)
+        links = self.order.items()
         if links:
             equal = self.order.num_equal()
             shift = spread(seed, equal)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.errors import OverloadedError
@@ -147,16 +147,13 @@ class PrefillQueue:
         self.service_ms = max(0.0, sum(self._ms_by_priority.values()))
 
 
-def wait_until_free_ms(busy_ms: Sequence[float], ahead_ms: float) -> float:
-    """When a newcomer starts, if groups are busy for `busy_ms` each and `ahead_ms` of work is in line before it: the level to which that
-    work fills up the groups, the least busy first. Infinite without groups."""
-    if not busy_ms:
-        return math.inf
-    ordered = sorted(busy_ms)
-    level, total = ordered[0], 0.0
-    for count, busy in enumerate(ordered, start=1):
-        total += busy
-        level = (total + ahead_ms) / count
-        if count == len(ordered) or level <= ordered[count]:
+def wait_until_free_ms(busy_ms: Iterable[float], ahead_ms: float) -> float:
+    """When a newcomer starts, if groups are busy for `busy_ms` each, the least busy first, and `ahead_ms` of work is in line before it: the
+    level to which that work fills up the groups. Infinite without groups."""
+    level, total = math.inf, ahead_ms
+    for count, busy in enumerate(busy_ms, start=1):
+        if busy >= level:
             break
-    return max(level, ordered[0]) if ahead_ms > 0 else ordered[0]
+        total += busy
+        level = total / count
+    return level

@@ -24,6 +24,10 @@ class Ranking(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (entry[2] for entry in self._sorted)
 
+    def items(self) -> list[Item]:
+        """As they are now; stays so while items move."""
+        return [entry[2] for entry in self._sorted]
+
     def __contains__(self, item: object) -> bool:
         return item in self._entries
 

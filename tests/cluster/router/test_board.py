@@ -77,7 +77,7 @@ steps = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10**6)), max_s
 @settings(deadline=None)
 def test_entries_follow_any_history(history):
     pools = make_pools()
-    board = Board(pools)
+    board = Board(pools, PROFILE)
     now_s = 100.0
     for serial, (what, number) in enumerate(history):
         prefill = list(pools.prefill.values())[number % 2]
@@ -123,7 +123,7 @@ def test_entries_follow_any_history(history):
 
 def test_left_out_groups_count_for_this_choice_only():
     pools = make_pools()
-    board = Board(pools)
+    board = Board(pools, PROFILE)
     first, second = pools.decode["d1"].links.values()
     first.book.attach("a", 4000)
     pools.decode["d1"].refresh(first)
@@ -140,7 +140,7 @@ def test_left_out_groups_count_for_this_choice_only():
 
 def test_requests_that_no_pool_can_hold_are_out_by_name():
     pools = make_pools()
-    board = Board(pools)
+    board = Board(pools, PROFILE)
     long = Shape(prompt=39_000, output=5, worst=50_000)
     assert {out.kind for out in board.decode(long, 1.0).out.values()} == {Out.TOO_LONG}
     assert len(board.prefill(Shape(200_000, 5, 200_005), 1.0).out) == 2
@@ -149,7 +149,7 @@ def test_requests_that_no_pool_can_hold_are_out_by_name():
 def test_a_queue_that_waits_too_long_is_full():
     pools = PoolSet()
     pool = add_prefill(pools, PoolSpec("p", weights="fp8"), PROFILE, limits=QueueLimits(max_wait_s=1.0))
-    board = Board(pools)
+    board = Board(pools, PROFILE)
     (link,) = pool.links.values()
     link.book.give("a", 5000.0, 0.0)
     pool.refresh(link)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, predict, prefill_ms, prepare_decode, prepare_prefill
 from cluster.profile import builtin_profile
-from cluster.router.choice import Aim, Exclusion, Out, at_pair, choose, explain, spread
+from cluster.router.choice import Aim, Exclusion, Out, choose, explain, spread
 from common.errors import InvalidRequestError, LayoutMismatch, OverloadedError, WorkerLost
 from common.kv_layout import KVGeometry
-from tests.support.offers import DecodeOffer, PrefillOffer, decode_side, prefill_side
+from tests.support.offers import DecodeOffer, PrefillOffer, decode_side, pairs, prefill_side
 
 KV = KVGeometry(4, 8, 64, 16, "bfloat16", 128, (True, False, True, False))
 PROFILE = builtin_profile(36, on_cuda=True)
@@ -42,7 +42,8 @@ def decode(
 
 
 def decide(prefills, decodes, w: float = 0.5, shape: Shape = SHAPE, seed: int = 1, not_joinable=(), **slo):
-    return choose(PROFILE, prefill_side(prefills), decode_side(decodes, shape), shape, Aim(w, **slo), seed, dict(not_joinable))
+    sides = prefill_side(prefills), decode_side(decodes, shape, PROFILE), pairs(prefills, decodes, dict(not_joinable))
+    return choose(PROFILE, *sides, shape, Aim(w, **slo), seed)
 
 
 def names(decision) -> tuple[str, str]:
@@ -72,15 +73,15 @@ def test_all_pairs_at_once_equal_one_pair_at_a_time(prefill_params, decode_param
         for j, d in enumerate(decodes):
             batch = decode_params[j][1]
             alone = predict(PROFILE, p.pool, d.pool, PairLoad(p.wait_ms, batch, batch * 4000.0), SHAPE)
-            assert np.allclose([*vars(alone).values()], [*vars(at_pair(decision.predictions, (i, j))).values()])
+            assert np.allclose([*vars(alone).values()], [*vars(decision.prediction_of((i, j))).values()])
 
 
 @given(prefill_lists, decode_lists, seeds)
 def test_w_1_picks_the_fastest_and_w_0_the_cheapest(prefill_params, decode_params, seed):
     prefills, decodes = offers(prefill_params, decode_params)
     fastest, cheapest = decide(prefills, decodes, 1.0, seed=seed), decide(prefills, decodes, 0.0, seed=seed)
-    assert fastest.prediction.latency_s <= fastest.predictions.latency_s.min() * (1 + 1e-8)
-    assert cheapest.prediction.cost_usd <= np.min(cheapest.predictions.cost_usd) * (1 + 1e-8)
+    assert fastest.prediction.latency_s <= np.min(fastest.terms.latency_s) * (1 + 1e-8)
+    assert cheapest.prediction.cost_usd <= np.min(cheapest.terms.cost_usd) * (1 + 1e-8)
 
 
 @given(prefill_lists, decode_lists, weights, seeds, st.floats(0.1, 1e4), st.integers(1, 50))
