@@ -1,21 +1,23 @@
 """What a profile means in money: prefill latency and $ per 1M input tokens, decode speed against $ per 1M output tokens.
 
-Pure: a profile in, rows and text out (Markdown, CSV, one HTML page with SVG plots that needs nothing else). Called by `tandem tables`.
+A profile in, rows, text and pictures out: Markdown, CSV, PNG (with matplotlib) and one HTML page. Called by `tandem tables`.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
 import html
 import io
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.profile import DecodeTable, PrefillTable, Profile, decode_surface
+from common.errors import ConfigError
 
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
-WIDTH, HEIGHT, MARGIN = 640, 400, 60
+DPI = 150
+PIXELS = (1350, 900)  # of a plot
 
 
 @dataclass(frozen=True)
@@ -110,46 +112,83 @@ def to_markdown(profile: Profile, contexts: Sequence[int], usd_per_gpu_hour: flo
     return "\n".join(parts)
 
 
-def to_html(profile: Profile, contexts: Sequence[int], usd_per_gpu_hour: float) -> str:
-    """Tables and plots in one page."""
-    body = [f"<h1>{html.escape(profile.label)}</h1>", f"<p>{html.escape(profile.obtained)}. ${usd_per_gpu_hour:.2f} per GPU-hour.</p>"]
-    body += ["<h2>Prefill, one prompt at a time</h2>", _html_table(prefill_markdown(profile, usd_per_gpu_hour))]
-    for context in contexts:
-        body.append(f"<h2>Decode at {context:,} tokens of context</h2>")
-        body.append(decode_svg(decode_points(profile, context, usd_per_gpu_hour)))
-        body.append(_html_table(decode_markdown(profile, context, usd_per_gpu_hour)))
+def to_html(profiles: Sequence[Profile], plots: Mapping[tuple[str, int], bytes], usd_per_gpu_hour: float) -> str:
+    """Tables and plots of all profiles in one page that needs nothing else. `plots`: PNG by model and context."""
+    body = []
+    for profile in profiles:
+        body += [f"<h1>{html.escape(profile.label)}</h1>", f"<p>{html.escape(profile.obtained)}. ${usd_per_gpu_hour:.2f} per GPU-hour.</p>"]
+        body += ["<h2>Prefill, one prompt at a time</h2>", _html_table(prefill_markdown(profile, usd_per_gpu_hour))]
+        for context in (context for model, context in plots if model == profile.model):
+            image = base64.b64encode(plots[profile.model, context]).decode()
+            body.append(f"<h2>Decode at {context:,} tokens of context</h2>")
+            body.append(f'<img alt="decode speed against price" width="{PIXELS[0] // 2}" src="data:image/png;base64,{image}">')
+            body.append(_html_table(decode_markdown(profile, context, usd_per_gpu_hour)))
     style = (
         "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:2px 8px;border:1px solid #ccc;text-align:right}"
     )
-    return f"<!doctype html><meta charset=utf-8><title>{html.escape(profile.label)}</title><style>{style}</style>{''.join(body)}\n"
+    title = html.escape(", ".join(profile.label for profile in profiles))
+    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{style}</style>{''.join(body)}\n"
 
 
-def decode_svg(points: Sequence[DecodePoint]) -> str:
-    """Speed per user across, price up, both logarithmic; one line per layout, the Pareto front as filled dots."""
-    xs, ys = [p.tokens_per_s for p in points], [p.usd_per_1m for p in points]
-    place_x, place_y = _log_scale(min(xs), max(xs), MARGIN, WIDTH - 150), _log_scale(min(ys), max(ys), HEIGHT - MARGIN, 20)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-family="sans-serif" font-size="11">'
-    ]
-    for value in _ticks(min(xs), max(xs)):
-        parts.append(f'<text x="{place_x(value):.0f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{value:g}</text>')
-    for value in _ticks(min(ys), max(ys)):
-        parts.append(f'<text x="{MARGIN - 8}" y="{place_y(value) + 4:.0f}" text-anchor="end">{value:g}</text>')
-    parts.append(f'<text x="{(MARGIN + WIDTH - 150) / 2}" y="{HEIGHT - 20}" text-anchor="middle">tokens/s per user</text>')
-    parts.append(
-        f'<text x="14" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})">$ per 1M output tokens</text>'
+def decode_png(profile: Profile, context_tokens: int, usd_per_gpu_hour: float) -> bytes:
+    """Speed per user across, price up, both logarithmic; one line per layout, the Pareto front as large dots on a dashed line.
+
+    Raises: ConfigError without matplotlib
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, StrMethodFormatter
+    except ImportError as exc:
+        raise ConfigError("plots need matplotlib: pip install tandem[plots]") from exc
+    points = decode_points(profile, context_tokens, usd_per_gpu_hour)
+    figure = Figure(figsize=(PIXELS[0] / DPI, PIXELS[1] / DPI), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    for layout in dict.fromkeys(p.layout for p in points):
+        mine = [p for p in points if p.layout == layout]
+        axes.plot([p.tokens_per_s for p in mine], [p.usd_per_1m for p in mine], marker=".", linewidth=1, label=layout)
+    front = sorted((p for p in points if p.is_best), key=lambda p: p.tokens_per_s)
+    axes.plot(
+        [p.tokens_per_s for p in front], [p.usd_per_1m for p in front], "ko--", linewidth=1, markersize=5, label="Pareto front", zorder=0
     )
-    for i, layout in enumerate(dict.fromkeys(p.layout for p in points)):
-        colour, mine = COLOURS[i % len(COLOURS)], [p for p in points if p.layout == layout]
-        line = " ".join(f"{place_x(p.tokens_per_s):.1f},{place_y(p.usd_per_1m):.1f}" for p in mine)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
-        for p in mine:
-            fill = colour if p.is_best else "white"
-            title = f"{layout}, batch {p.batch}: {p.tokens_per_s:.1f} tokens/s, ${p.usd_per_1m:.3f}"
-            dot = f'cx="{place_x(p.tokens_per_s):.1f}" cy="{place_y(p.usd_per_1m):.1f}" r="4" fill="{fill}" stroke="{colour}"'
-            parts.append(f"<circle {dot}><title>{html.escape(title)}</title></circle>")
-        parts.append(f'<text x="{WIDTH - 140}" y="{30 + 16 * i}" fill="{colour}">{html.escape(layout)}</text>')
-    return "".join(parts) + "</svg>"
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(LogLocator(subs=()))
+    axes.set_xlabel("tokens/s per user")
+    axes.set_ylabel("$ per 1M output tokens")
+    price = f"${usd_per_gpu_hour:.2f}/GPU-hour"
+    axes.set_title(f"{profile.model} on {profile.hardware}: decode at {context_tokens:,} tokens of context, {price}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def write_all(profiles: Sequence[Profile], contexts: Sequence[int], usd_per_gpu_hour: float, folder: Path) -> list[Path]:
+    """`tables.md`, `tables.html`, and per model the CSV of each table and the PNG of each plot. Returns: what was written
+
+    Raises: ConfigError without matplotlib, or if two profiles are of the same model
+    """
+    if len({profile.model for profile in profiles}) < len(profiles):
+        raise ConfigError("tables: profiles of the same model would overwrite each other's files")
+    plots = {(p.model, context): decode_png(p, context, usd_per_gpu_hour) for p in profiles for context in contexts}
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str | bytes] = {
+        "tables.md": "\n".join(to_markdown(p, contexts, usd_per_gpu_hour) for p in profiles),
+        "tables.html": to_html(profiles, plots, usd_per_gpu_hour),
+    }
+    for profile in profiles:
+        name = profile.model.replace(" ", "_").replace("/", "_")
+        files[f"{name}_prefill.csv"] = to_csv(prefill_rows(profile, usd_per_gpu_hour))
+        for context in contexts:
+            files[f"{name}_decode_{context}.csv"] = to_csv(decode_points(profile, context, usd_per_gpu_hour))
+            files[f"{name}_decode_{context}.png"] = plots[profile.model, context]
+    for file, content in files.items():
+        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [folder / file for file in files]
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -160,14 +199,3 @@ def _html_table(markdown: str) -> str:
     rows = [line.strip("| ").split(" | ") for line in markdown.splitlines() if not line.startswith("| ---")]
     cells = [["<b>" + html.escape(c.strip("*")) + "</b>" if c.startswith("**") else html.escape(c) for c in row] for row in rows]
     return "<table>" + "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells) + "</table>"
-
-
-def _log_scale(low: float, high: float, start: float, end: float):
-    span = math.log(high / low) or 1.0
-    return lambda value: start + (end - start) * math.log(value / low) / span
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten inside the range."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [tick for power in powers for step in (1, 2, 5) if low <= (tick := step * 10.0**power) <= high]

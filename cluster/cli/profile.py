@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.cli.app import NameOption, RouterOption, app, err, out
+from cluster.cli.load_options import profile_from
 from common.errors import ConfigError
 from common.proto import router_pb2
 
@@ -72,17 +73,22 @@ def sweep(
 
 @app.command()
 def tables(
-    profile: Annotated[Path, typer.Argument(help="A profile that `tandem sweep` wrote.")],
-    form: Annotated[Literal["markdown", "html"], typer.Option("--form", help="html is one page with plots.")] = "markdown",
-    contexts: Annotated[str, typer.Option(help="Decode contexts [tokens].")] = "8192,32768",
+    profiles: Annotated[list[str], typer.Argument(help="120b, 20b: the shipped H200 profiles; else files that `tandem sweep` wrote.")],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for Markdown, CSV, PNG and one HTML page; unset = print the Markdown.")
+    ] = None,
+    contexts: Annotated[str, typer.Option("--contexts", help="Decode contexts [tokens].")] = "8192,32768",
     usd_per_gpu_hour: Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")] = 3.0,
 ) -> None:
-    """Print latency and price: prefill by length, decode speed against $ per 1M output tokens."""
-    from cluster.profile import load_profile
-    from cluster.tables import to_html, to_markdown
+    """Show latency and price: prefill by length, decode speed against $ per 1M output tokens."""
+    from cluster.tables import to_markdown, write_all
 
-    render = to_html if form == "html" else to_markdown
-    typer.echo(render(load_profile(profile), _numbers("--contexts", contexts), usd_per_gpu_hour))
+    found, numbers = [profile_from(text) for text in profiles], _numbers("--contexts", contexts)
+    if folder is None:
+        typer.echo("\n".join(to_markdown(profile, numbers, usd_per_gpu_hour) for profile in found))
+        return
+    for path in write_all(found, numbers, usd_per_gpu_hour, folder):
+        out.print(str(path))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

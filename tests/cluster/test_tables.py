@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import xml.etree.ElementTree as ElementTree
+import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.profile import builtin_profile
-from cluster.tables import decode_points, decode_svg, pareto, prefill_markdown, prefill_rows, to_csv, to_html, to_markdown
+from cluster.tables import PIXELS, decode_points, pareto, prefill_markdown, prefill_rows, to_csv, to_markdown, write_all
+from common.errors import ConfigError
 
 H200 = builtin_profile(36, on_cuda=True)
 
@@ -57,12 +58,22 @@ def test_every_format_holds_every_row():
     assert "derived" in text
 
 
-def test_plot_and_page_are_well_formed_and_stand_alone():
-    points = decode_points(H200, 8192, 3.0)
-    svg = ElementTree.fromstring(decode_svg(points))
-    circles = [e for e in svg.iter() if e.tag.endswith("circle")]
-    assert len(circles) == len(points)
-    assert sum(e.get("fill") != "white" for e in circles) == sum(p.is_best for p in points)
-    page = to_html(H200, (8192, 32768), 3.0)
-    assert page.count("<svg") == 2
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+def test_every_file_is_written_for_each_model_and_the_page_stands_alone(tmp_path):
+    written = write_all([H200, builtin_profile(24, on_cuda=True)], (8192,), 2.5, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in written)
+    images = [path.read_bytes() for path in written if path.suffix == ".png"]
+    assert len(images) == 2
+    for image in images:
+        assert image.startswith(b"\x89PNG")
+        assert struct.unpack(">II", image[16:24]) == PIXELS
+    assert len([path for path in written if path.suffix == ".csv"]) == 4
+    assert (tmp_path / "tables.md").read_text().count("## Prefill") == 2
+    page = (tmp_path / "tables.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 2
+    assert "http" not in page
+    assert "$2.50 per GPU-hour" in page
+
+
+def test_profiles_of_one_model_are_not_written_over_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="same model"):
+        write_all([H200, H200], (8192,), 3.0, tmp_path)
