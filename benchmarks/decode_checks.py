@@ -213,27 +213,27 @@ def check_step() -> str:
     lines = []
     for rows in (8, 33):
         decode = random_decode(config, weights, rows, 1000)
-        first = decode.inputs.token_ids.clone()
+        first = decode.token_ids.clone()
         decode.step(rows)
-        eager, tokens = decode.logits[:rows].clone(), decode.inputs.token_ids.clone()
-        decode.inputs.token_ids.copy_(first)
+        eager, tokens = decode.logits[:rows].clone(), decode.token_ids.clone()
+        decode.token_ids.copy_(first)
         decode.capture(rows)
         for _ in range(2):
-            decode.inputs.token_ids.copy_(first)
+            decode.token_ids.copy_(first)
             decode.logits.fill_(float("nan"))
             decode.replay(rows)
             assert torch.equal(decode.logits[:rows], eager), "graph replay differs from eager"
-            assert torch.equal(decode.inputs.token_ids, tokens)
+            assert torch.equal(decode.token_ids, tokens)
         if rows == 8:
-            decode.inputs.token_ids.copy_(first)
+            decode.token_ids.copy_(first)
             decode.step(3)
             assert torch.equal(decode.logits[:3], eager[:3]), "a row depends on its batch"
-            decode.inputs.token_ids.copy_(first)
+            decode.token_ids.copy_(first)
             decode.inputs.seq_lens[5:] = 0
             decode.step(8)
             assert torch.equal(decode.logits[:5], eager[:5]), "padded rows change others"
             decode.inputs.seq_lens[5:] = 1000
-        decode.inputs.token_ids.copy_(first)
+        decode.token_ids.copy_(first)
         runs, cuda_library.runs = cuda_library.runs, lambda tensor: False
         try:
             decode.step(rows)

@@ -75,7 +75,7 @@ def random_decode(config: ModelConfig, weights: DecodeWeights, rows: int, contex
             layer.normal_()
     decode = CudaDecode(config, weights, kv, max_batch=rows, max_positions=blocks * BLOCK_SIZE, device="cuda")
     inputs = decode.inputs
-    inputs.token_ids.random_(0, config.vocab_size)
+    decode.token_ids.random_(0, config.vocab_size)
     inputs.seq_lens.fill_(context)
     inputs.sliding_start.fill_(first)
     inputs.full_table.copy_(shuffled_table(rows, blocks))

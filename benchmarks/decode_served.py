@@ -15,6 +15,7 @@ from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from model.batch import SequenceView, build_decode_batch, build_prefill_batch
 from model.build import build_model
+from model.decode_step import StepRows
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
@@ -39,7 +40,7 @@ class Running:
         position = len(self.tokens) - 1
         first = max(0, position + 1 - window_tokens) // BLOCK_SIZE
         last = position // BLOCK_SIZE + 1
-        return SequenceView(self.tokens[-1:], position, self.blocks[:last], first, self.blocks[first:last])
+        return SequenceView(self.tokens[-1:], position, self.blocks, first, self.blocks[first:last])
 
 
 def check_served(device: str = "cuda") -> str:
@@ -81,7 +82,9 @@ def check_served(device: str = "cuda") -> str:
             running.append(admit(waiting.pop(0)))
         views = [sequence.view(config.window_tokens) for sequence in running]
         logits = plain.forward(build_decode_batch(views, BLOCK_SIZE, "cpu"), host)
-        choices = step.step(views, [id(sequence) for sequence in running], [sequence.state for sequence in running])
+        step.launch(StepRows(views, [id(one) for one in running], [False] * len(running), True), [one.state for one in running])
+        choices = step.finish()
+        assert choices is not None
         for sequence, choice, row in zip(running, choices, logits, strict=True):
             assert isinstance(choice, TokenChoice), choice
             sequence.errors.append(float((row.max() - row[choice.token_id]) / row.std()))

@@ -100,6 +100,10 @@ PREFILL = (
 )  # fmt: skip
 
 STEP_SECONDS = Definition("tandem_step_seconds", "histogram", "one decode step, plan to sampled tokens", ("pool",), _SHORT_S)
+OPERATIONS_SECONDS = Definition(
+    "tandem_operations_seconds", "histogram", "grants, checks and revocations of one turn while sequences run: the most that an admission "
+    "can have held their next step up", ("pool",), _log(0.00005, 1),
+)  # fmt: skip
 ITL = Definition("tandem_itl_seconds", "histogram", "gap between two tokens of a sequence, at the decode group", ("pool",), _SHORT_S)
 DECODE_TOKENS = Definition("tandem_decode_tokens_total", "counter", "tokens sampled by decode steps", ("pool",))
 LEASES = Definition("tandem_leases", "gauge", "reservations that are neither committed nor freed", ("pool",))
@@ -114,7 +118,7 @@ TRANSFER_MESSAGES = Definition(
     "tandem_transfer_messages_total", "counter", "tcp transfer messages that this leader's rank received, by verdict", ("pool", "verdict")
 )
 
-DECODE = (*_GROUP, STEP_SECONDS, ITL, DECODE_TOKENS, LEASES, RESERVATIONS, ABORTS, TRANSFER_MESSAGES)
+DECODE = (*_GROUP, STEP_SECONDS, OPERATIONS_SECONDS, ITL, DECODE_TOKENS, LEASES, RESERVATIONS, ABORTS, TRANSFER_MESSAGES)
 
 # -- controller ----------------------------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,6 @@ class BlockTables:
     full: tuple[int, ...]
     ring: tuple[int, ...]
 
-    def full_until(self, geometry: KVGeometry, num_tokens: int) -> tuple[int, ...]:
-        """Block ids that hold positions 0 .. num_tokens - 1."""
-        return self.full[: geometry.blocks_for(num_tokens)]
-
     def sliding_at(self, geometry: KVGeometry, position: int) -> tuple[int, tuple[int, ...]]:
         """What a step with one query at `position` needs. Returns: (first logical block, block ids from there to the query's own)"""
         first = geometry.first_live_block(position)

@@ -3,8 +3,10 @@
 Runs in a thread of its own and owns scheduler, reservations, running sequences and the control channel. Knows nothing of gRPC: the event
 loop puts commands into `commands` and takes outputs from `publish`. One turn of the loop:
 
-    commands -> operations of a plan + one row per running sequence -> all ranks -> replies settle the operations -> forward pass ->
-    sample -> stop matching -> publish one set of outputs per router
+    commands -> operations of a plan + one row per running sequence -> all ranks -> replies settle the operations -> launch a step ->
+    tokens of the oldest step under way -> stop matching -> publish one set of outputs per router
+
+On a CPU the oldest step is the one just launched. On a GPU it is the one before, so that all of this happens while the device works.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from decode_worker import commands as cmd
 from decode_worker.executor import DecodeExecutor, wants_reply
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
+from decode_worker.run_ahead import Row, RunAhead, is_greedy
 from decode_worker.scheduler import DecodeScheduler, Place
 from decode_worker.sequence import Sequence
 from model.control import LeaderChannel
@@ -73,10 +76,13 @@ class DecodeEngine:
         self._tracing = tracing
         self._clock = clock
         self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
+        self._ahead = RunAhead(executor.lookahead)
+        self._ended: list[Sequence] = []  # whose blocks are still written to by a step under way
         self._outputs: dict[str, list[worker_pb2.SequenceOutput]] = {}
         self._step = 0
         self._next_tick_s = 0.0
         self._last_step_s = 0.0
+        self._step_began_s = 0.0
         self._is_draining = False
         self._update_load()
 
@@ -98,7 +104,7 @@ class DecodeEngine:
 
     def _take_commands(self) -> bool:
         """Handles all that waits; blocks for the first one if there is nothing to do. Returns: False after ShutDown"""
-        may_block = not self._running and not self._reservations.has_operations
+        may_block = not self._running and not self._reservations.has_operations and not self._ahead.num_under_way
         if not self._running:
             self._metrics.idle()
         timeout_s = _TICK_S if self._reservations.num_open else None
@@ -193,34 +199,59 @@ class DecodeEngine:
     def _turn(self) -> None:
         """One plan, if there is anything to do: operations first, so that their answers don't wait for the forward pass."""
         plan = self._reservations.take_operations()
-        rows = list(self._running.values())
-        for sequence in rows:
-            plan.rows.add(transfer_id=sequence.transfer_id, token_id=sequence.next_token, position=sequence.position)
-        if plan.ByteSize() == 0:
-            return
+        rows = self._ahead.next_rows(self._running.values())
+        for row in rows:
+            sequence = row.sequence
+            token = 0 if row.follows else sequence.next_token
+            plan.rows.add(transfer_id=sequence.transfer_id, token_id=token, position=row.position, follows=row.follows)
+        if rows:
+            plan.sampled = not is_greedy(rows)
+        if plan.ByteSize():
+            self._carry_out(plan)
+        if rows:
+            if not self._ahead.num_under_way:
+                self._step_began_s = self._clock()
+            self._executor.launch(plan, [row.sequence.state for row in rows])
+            self._ahead.launched(rows)
+        if self._ahead.must_finish(bool(rows)):
+            self._finish_step()
+
+    def _carry_out(self, plan: plan_pb2.DecodePlan) -> None:
+        """All of a plan but its step, on all ranks."""
         started_s = self._clock()
         if wants_reply(plan):
             self._update_load()  # whoever gets an answer finds it in the load
         self._channel.send(plan.SerializeToString())
         replies = [self._executor.operate(plan)]
-        if wants_reply(plan):
-            replies += map(plan_pb2.DecodeReply.FromString, self._channel.collect())
-            outcome = self._reservations.settle(plan, replies)
-            for sequence, error in outcome.failed:
-                self._put_error(sequence, error)
-            for sequence in outcome.admitted:
-                sequence.admitted_s = started_s
-                self._running[sequence.internal_id] = sequence
-        choices = self._executor.step(plan, [sequence.state for sequence in rows])
-        if rows:
-            self._advance(rows, choices)
-            self._step += 1
-            now_s = self._clock()
-            self._last_step_s = now_s - started_s
-            self._metrics.stepped(self._last_step_s, len(rows), now_s)
+        if not wants_reply(plan):
+            return
+        replies += map(plan_pb2.DecodeReply.FromString, self._channel.collect())
+        outcome = self._reservations.settle(plan, replies)
+        for sequence, error in outcome.failed:
+            self._put_error(sequence, error)
+        for sequence in outcome.admitted:
+            sequence.admitted_s = started_s
+            self._running[sequence.internal_id] = sequence
+        if plan.rows:
+            self._metrics.operated(self._clock() - started_s)
 
-    def _advance(self, rows: list[Sequence], choices: list[TokenChoice | ServingError]) -> None:
-        for sequence, choice in zip(rows, choices, strict=True):
+    def _finish_step(self) -> None:
+        choices = self._executor.finish()
+        rows = self._ahead.finished()
+        self._advance(rows, choices)
+        over, self._ended = self._ended, []
+        for sequence in over:
+            self._release(sequence)
+        self._step += 1
+        now_s = self._clock()
+        self._last_step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._metrics.stepped(self._last_step_s, len(rows), now_s)
+
+    def _advance(self, rows: list[Row], choices: list[TokenChoice | ServingError]) -> None:
+        for row, choice in zip(rows, choices, strict=True):
+            sequence = row.sequence
+            if self._running.get(sequence.internal_id) is not sequence:
+                continue  # it ended while this step was under way
             if isinstance(choice, ServingError):
                 logger.error("request %s failed: %s", sequence.internal_id, choice)
                 self._end(sequence, choice)
@@ -236,14 +267,22 @@ class DecodeEngine:
                 self._end(sequence, None)
 
     def _end(self, sequence: Sequence, error: ServingError | None) -> None:
-        """A running sequence is over; the next plan lets every rank forget it, before the blocks are handed out again."""
+        """A running sequence is over, and whoever waits for it is told; its blocks may be needed for one more step."""
         del self._running[sequence.internal_id]
-        self._scheduler.release(sequence.transfer_id)
-        self._reservations.forget(sequence.transfer_id)
+        self._release(sequence)
         self._trace(sequence, error)
         if error is not None:
             self._metrics.aborted(error)
             self._put_error(sequence, error)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Gives blocks and place back once no step under way writes there; the next plan lets every rank forget the sequence, before the
+        blocks are handed out again."""
+        if self._ahead.count(sequence):
+            self._ended.append(sequence)
+            return
+        self._scheduler.release(sequence.transfer_id)
+        self._reservations.forget(sequence.transfer_id)
 
     def _trace(self, sequence: Sequence, error: ServingError | None) -> None:
         if self._tracing is not None and sequence.traceparent:

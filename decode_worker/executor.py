@@ -13,7 +13,7 @@ from common.proto import plan_pb2, worker_pb2
 from decode_worker.block_ring import BlockTables
 from kv_transfer.receiver import Receiver
 from model.batch import SequenceView
-from model.decode_step import DecodeStep
+from model.decode_step import DecodeStep, StepRows
 from model.sampling import SamplingState, TokenChoice
 
 
@@ -29,6 +29,7 @@ class DecodeExecutor:
         self._step = step
         self._receiver = receiver
         self._tables: dict[int, BlockTables] = {}
+        self._under_way = 0
 
     def endpoints(self) -> list[worker_pb2.Endpoint]:
         """How prefill ranks reach this rank's pools."""
@@ -58,16 +59,32 @@ class DecodeExecutor:
             self._receiver.revoke(transfer_id)
         return reply
 
-    def step(self, plan: plan_pb2.DecodePlan, states: Sequence[SamplingState] | None) -> list[TokenChoice | ServingError]:
-        """One step of the plan's rows.
+    @property
+    def lookahead(self) -> int:
+        """As `DecodeStep.lookahead`."""
+        return self._step.lookahead
+
+    def launch(self, plan: plan_pb2.DecodePlan, states: Sequence[SamplingState] | None) -> None:
+        """Begins a step of the plan's rows, of which there is at least one; `finish` ends it.
 
         Units: states: what row r is sampled by, on rank 0; None on the others
-        Returns: row by row what was picked; nothing on the others or without rows
         """
-        if not plan.rows:
-            return []
-        views = [self._view(row) for row in plan.rows]
-        return self._step.step(views, [row.transfer_id for row in plan.rows], states) or []
+        keys, follows = [row.transfer_id for row in plan.rows], [row.follows for row in plan.rows]
+        self._step.launch(StepRows([self._view(row) for row in plan.rows], keys, follows, not plan.sampled), states)
+        self._under_way += 1
+
+    def finish(self) -> list[TokenChoice | ServingError]:
+        """Waits for the oldest step. Returns: row by row what was picked; nothing on ranks above 0
+
+        Raises: WorkerLost if another rank did not take part
+        """
+        self._under_way -= 1
+        return self._step.finish() or []
+
+    def catch_up(self) -> None:
+        """Finishes steps until no more are under way than may be while the next one is launched."""
+        while self._under_way > self.lookahead:
+            self.finish()
 
     def received(self) -> dict[str, int]:
         """Transfer messages of this rank by verdict; from any thread."""
@@ -79,4 +96,4 @@ class DecodeExecutor:
     def _view(self, row: plan_pb2.DecodeRow) -> SequenceView:
         tables = self._tables[row.transfer_id]
         first, sliding = tables.sliding_at(self.geometry, row.position)
-        return SequenceView((row.token_id,), row.position, tables.full_until(self.geometry, row.position + 1), first, sliding)
+        return SequenceView((row.token_id,), row.position, tables.full, first, sliding)

@@ -19,4 +19,6 @@ def follow(channel: FollowerChannel, executor: DecodeExecutor) -> None:
         reply = executor.operate(plan)
         if wants_reply(plan):
             channel.reply(reply.SerializeToString())
-        executor.step(plan, None)
+        if plan.rows:
+            executor.launch(plan, None)
+            executor.catch_up()

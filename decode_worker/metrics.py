@@ -18,6 +18,7 @@ class DecodeMetrics:
         self._gauges = GroupGauges(m, pool, "decode")
         self._leases = m.counter(catalog.LEASES).labels(pool)
         self._step = m.histogram(catalog.STEP_SECONDS).labels(pool)
+        self._operations = m.histogram(catalog.OPERATIONS_SECONDS).labels(pool)
         self._itl = m.histogram(catalog.ITL).labels(pool)
         self._tokens = m.counter(catalog.DECODE_TOKENS).labels(pool)
         self._reservations = m.counter(catalog.RESERVATIONS)
@@ -44,6 +45,10 @@ class DecodeMetrics:
         if self._last_sampled_s is not None:
             self._itl.observe(now_s - self._last_sampled_s, times=sequences)
         self._last_sampled_s = now_s
+
+    def operated(self, seconds: float) -> None:
+        """The operations of a plan have taken so long while sequences were running."""
+        self._operations.observe(seconds)
 
     def idle(self) -> None:
         self._last_sampled_s = None

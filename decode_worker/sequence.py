@@ -50,6 +50,11 @@ class Sequence:
         self.state = SamplingState(sampling, work.prompt_ids, work.output_ids, rules.stop_token_ids, vocab_size)
         self._output = Output(work.internal_id, tuple(work.output_ids), rules, token_bytes)
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens until `max_tokens` is reached."""
+        return self.state.params.max_tokens - self.state.num_output
+
     def begin(self, first_token: int, logprobs: types_pb2.TokenLogprobs | None) -> None:
         """Takes over the token that the prefill group has sampled and sent, or held back as both sides' stop matchers do."""
         self._output.push(first_token, logprobs)

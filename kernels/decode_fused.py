@@ -37,6 +37,8 @@ def unpack_qkv(rows: Tensor) -> Tensor:
 
 
 def prepare_step(
+    token_source,
+    token_ids,
     seq_lens,
     full_table,
     sliding_table,
@@ -52,12 +54,15 @@ def prepare_step(
 ) -> None:
     """What all layers of a step share, from the lengths and tables alone.
 
+    Shapes: token_source [B] int32: row of `token_ids` whose token goes on here, or -1 - token id; token_ids [>= B] int32, in and out
     Shapes: seq_lens, sliding_start [B] int32; full_table, sliding_table [B, M] int32; inv_freq [D/2] fp32
     Shapes: out: cos_sin [B, D/2, 2] fp32; full_slots, sliding_slots [B] int32, -1 for rows of length 0; cu_chunks [B + 1] int32
-    Effects: one kernel, writes the four outputs; capturable
+    Effects: one kernel, writes token_ids and the four outputs; capturable
     """
     if cuda_library.runs(seq_lens):
         launch_prepare_step(
+            token_source,
+            token_ids,
             seq_lens,
             full_table,
             sliding_table,
@@ -71,6 +76,8 @@ def prepare_step(
             cu_chunks,
         )
         return
+    told, row = -1 - token_source, token_source.clamp(min=0).long()
+    token_ids[: len(row)] = torch.where(token_source < 0, told, token_ids[row])
     position = (seq_lens - 1).clamp(min=0)
     angle = position[:, None].float() * inv_freq
     cos_sin.copy_(torch.stack((angle.cos(), angle.sin()), dim=-1) * concentration)
@@ -86,6 +93,8 @@ def prepare_step(
 
 
 def launch_prepare_step(
+    token_source,
+    token_ids,
     seq_lens,
     full_table,
     sliding_table,
@@ -100,8 +109,9 @@ def launch_prepare_step(
 ) -> None:
     """The launch alone; arguments as in `prepare_step`."""
     cuda_library.call(
-        "decode_fused", "tandem_prepare_step", seq_lens, full_table, sliding_table, sliding_start, inv_freq, cos_sin, full_slots,
-        sliding_slots, cu_chunks, seq_lens.shape[0], full_table.shape[1], sliding_table.shape[1], block_size, float(concentration),
+        "decode_fused", "tandem_prepare_step", token_source, token_ids, seq_lens, full_table, sliding_table, sliding_start, inv_freq,
+        cos_sin, full_slots, sliding_slots, cu_chunks, seq_lens.shape[0], full_table.shape[1], sliding_table.shape[1], block_size,
+        float(concentration),
     )  # fmt: skip
 
 
@@ -150,6 +160,20 @@ def output_projection(x, weight, bias, residual, *, scratch) -> None:
     else:
         torch.mm(x, weight.t(), out=scratch)
         launch_add_bias_residual(scratch, bias, residual)
+
+
+def partial_projection(x, weight, out) -> None:
+    """out = x W: one rank's part of the output projection.
+
+    Shapes: x [B, H * D] bf16, this rank's heads; weight [C, H * D] bf16; out [B, C] bf16
+    Effects: one kernel; capturable
+    """
+    if not cuda_library.runs(x):
+        out.copy_(x.float() @ weight.float().t())
+    elif x.shape[0] <= MAX_STREAMED_TOKENS:
+        launch_projection(x, weight, None, None, out)
+    else:
+        torch.mm(x, weight.t(), out=out)
 
 
 def launch_projection(x, weight, bias, residual, out) -> None:

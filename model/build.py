@@ -58,7 +58,7 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
         return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv, group))
     if spec.device == "cuda" and spec.role == "decode":
         config, packed = build_decode_cuda(spec, group)
-        return BuiltModel(config, None, decode=lambda kv: open_decode_cuda(spec, config, packed, kv))
+        return BuiltModel(config, None, decode=lambda kv: open_decode_cuda(spec, group, config, packed, kv))
     if spec.device != "cpu":
         raise NotSupportedError(f"a {spec.role} pool on {spec.device}: the forward pass exists for cpu")
     if spec.compute_dtype not in TORCH_DTYPE:

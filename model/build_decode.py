@@ -13,11 +13,14 @@ import torch
 
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import RankSpec
+from kernels import cuda_library
+from kernels.peers import SERVED_RANKS, PeerLayout, Peers
 from model.config import ModelConfig, check_layout, load_model_config
 from model.decode_cuda import CudaDecode, DecodeWeights, pack_weights
 from model.decode_step_cuda import CudaDecodeStep
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
+from model.peer_memory import open_peers
 from model.weights import load_shard
 
 
@@ -25,12 +28,13 @@ def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig
     """Reads and packs this rank's weights.
 
     Effects: device memory holds the shard, and one layer twice
-    Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for more than one rank
+    Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for a number of ranks that
+        the kernels do not take
     """
     if spec.weights != "mxfp4":
         raise ConfigError(f"a decode pool on cuda got weights {spec.weights!r}; its kernels take mxfp4")
-    if group.size > 1:
-        raise NotSupportedError(f"a decode group of {group.size} ranks on cuda: one rank is served so far")
+    if group.size not in SERVED_RANKS:
+        raise NotSupportedError(f"a decode group of {group.size} ranks on cuda; {', '.join(map(str, SERVED_RANKS))} are served")
     path = Path(spec.model_path)
     config = load_model_config(path)
     check_layout(config, spec.tp, spec.ep)
@@ -39,10 +43,28 @@ def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig
     return config, pack_weights(replace(shard, layers=()), layers)
 
 
-def open_decode_cuda(spec: RankSpec, config: ModelConfig, weights: DecodeWeights, kv: KVCache) -> CudaDecodeStep:
-    """Compiles, makes the step's buffers and records its graphs; to be called before the rank takes requests."""
+def open_decode_cuda(spec: RankSpec, group: ParallelGroup, config: ModelConfig, weights: DecodeWeights, kv: KVCache) -> CudaDecodeStep:
+    """Compiles, makes the step's buffers, maps those of the other ranks and records the graphs; to be called by all ranks of the group,
+    before they take requests.
+
+    Raises: as `open_peers`; WorkerLost if a rank does not come along
+    """
+
+    def join(status: torch.Tensor) -> Peers:
+        return open_peers(group, PeerLayout(group.size, spec.max_batch, config.hidden_size, config.vocab_size), status)
+
     longest = min(spec.max_model_len, config.max_position)
-    decode = CudaDecode(config, weights, kv, max_batch=spec.max_batch, max_positions=longest, device=spec.device)
+    cuda_library.build_all()
+    decode = CudaDecode(
+        config,
+        weights,
+        kv,
+        max_batch=spec.max_batch,
+        max_positions=longest,
+        device=spec.device,
+        open_peers=join if group.size > 1 else None,
+    )
     step = CudaDecodeStep(decode, spec.max_batch)
+    group.all_reduce(torch.zeros(1))  # the kernels of a rank that is ready would wait for one that still compiles
     step.capture()
     return step

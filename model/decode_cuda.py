@@ -7,6 +7,7 @@ Called by the decode worker's GPU rank and `benchmarks/decode.py`. Legend: B row
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ from kernels.decode_fused import (
     norm_route,
     output_projection,
     pack_qkv,
+    partial_projection,
     prepare_step,
     qkv_rope_write,
     vocabulary_logits,
 )
 from kernels.moe_decode import ExpertWeights, experts_decode, pack_mxfp4
+from kernels.peers import Peers
 from kernels.reference import yarn_inv_freq_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
 from model.config import MXFP4_GROUP, ModelConfig
@@ -37,6 +40,8 @@ from model.shards import LayerShard, Mxfp4Matrix, ShardWeights
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS_PER_ROUTE_COUNTER = 8
 ROUTER_ROWS, NEVER_CHOSEN = 16, -1e30
+SMALL_WORDS = 9  # int32 a row besides the sliding table: seed (2), three inputs, three floats, top_k
+STATUS_WORDS = 4  # ahead of the tokens in a step's results, so that both are one download
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,13 @@ class DecodeLayer:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """Shapes: embed, lm_head [V, C]; norm [C]; all bf16."""
+    """Shapes: embed [V, C]; lm_head [local rows, C], those from `vocab_start` on; norm [C]; all bf16."""
 
     embed: Tensor
     layers: tuple[DecodeLayer, ...]
     norm: Tensor
     lm_head: Tensor
+    vocab_start: int = 0
 
 
 def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -> DecodeWeights:
@@ -75,7 +81,7 @@ def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -
     packed = []
     while left:
         packed.append(_pack_layer(left.popleft()))
-    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head)
+    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head, shard.vocab_start)
 
 
 def _pack_layer(layer: LayerShard) -> DecodeLayer:
@@ -124,35 +130,39 @@ def _pad_router(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SmallInputs(NamedTuple):
-    """Shapes: token_ids, seq_lens, sliding_start [B] int32; sliding_table [B, 9] int32"""
+    """Shapes: token_source, seq_lens, sliding_start [B] int32; sliding_table [B, 9] int32"""
 
-    token_ids: Tensor
+    token_source: Tensor
     seq_lens: Tensor
     sliding_start: Tensor
     sliding_table: Tensor
+    sampling: SamplingRows
 
 
 class StepInputs:
     """What the host writes before a step, in buffers whose addresses the graphs hold.
 
-    Shapes: token_ids, seq_lens, sliding_start [B] int32; full_table [B, M], sliding_table [B, 9] int32
+    Shapes: token_source, seq_lens, sliding_start [B] int32; full_table [B, M], sliding_table [B, 9] int32
+    Units: token_source: the row of the step before whose sampled token this row goes on with (itself at first), or -1 - token id
     Units: seq_lens counts the new token; 0 marks a padded row, which writes nowhere and reads no expert
     """
 
     def __init__(self, rows: int, full_blocks: int, sliding_blocks: int, device: torch.device | str):
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
         self._rows, self._sliding_blocks = rows, sliding_blocks
-        self.packed = ints(rows * (3 + sliding_blocks))
-        self.token_ids, self.seq_lens, self.sliding_start, self.sliding_table = self.split(self.packed)
-        self.full_table = ints(rows, full_blocks)
-        self.sampling = SamplingRows.greedy(rows, device)
+        self.packed = torch.zeros(rows * (SMALL_WORDS + sliding_blocks), dtype=torch.int32, device=device)
+        self.token_source, self.seq_lens, self.sliding_start, self.sliding_table, self.sampling = self.split(self.packed)
+        self.token_source.copy_(torch.arange(rows))
+        self.sampling.top_p.fill_(1.0)
+        self.full_table = torch.zeros(rows, full_blocks, dtype=torch.int32, device=device)
 
     def split(self, packed: Tensor) -> SmallInputs:
-        """Views of `packed`, or of another tensor of its shape: what changes in every step, in one piece."""
-        tokens, lens, starts = (packed[i * self._rows : (i + 1) * self._rows] for i in range(3))
-        return SmallInputs(tokens, lens, starts, packed[3 * self._rows :].view(self._rows, self._sliding_blocks))
+        """Views of `packed`, or of another tensor of its shape: what may change in every step, in one piece."""
+        rows = self._rows
+        seed = packed[: 2 * rows].view(torch.int64)
+        words = [packed[i * rows : (i + 1) * rows] for i in range(2, SMALL_WORDS)]
+        temperature, top_p, min_p = (word.view(torch.float32) for word in words[3:6])
+        sampling = SamplingRows(temperature, words[6], top_p, min_p, seed)
+        return SmallInputs(words[0], words[1], words[2], packed[SMALL_WORDS * rows :].view(rows, self._sliding_blocks), sampling)
 
 
 class _Scratch:
@@ -186,12 +196,15 @@ class _Scratch:
 
 
 class CudaDecode:
-    """A rank's decode step.
+    """A rank's decode step, alone or with the other ranks of its group, which all do the same steps in the same order.
 
-    `inputs` is written by the host before `step` or `replay`; `inputs.token_ids` then holds the sampled tokens, which are the next step's
-    input as they stand. A row's result does not depend on the other rows as long as the bucket stays at or below 16 rows, bit for bit;
-    above, the dense products are the library's, whose order of additions depends on the bucket.
+    `inputs` is written by the host before `step` or `replay`; `token_ids` then holds the sampled tokens, on every rank, which are the next
+    step's input where `inputs.token_source` says so. `results` is status and tokens in one piece: a status other than 0 names a rank that
+    did not come in time (`kernels.peers.missing_rank`), and then all results of this step and later ones are void.
+    A row's result does not depend on the other rows as long as the bucket stays at or below 16 rows, bit for bit; above, the dense products
+    are the library's, whose order of additions depends on the bucket.
 
+    Shapes: results [4 + B] int32, token_ids its last B
     Shapes: `logits_override` [L, B, E] fp32 or None: takes the router's place; benchmarks of random weights set it
     Units: max_batch: rows of the largest bucket; max_positions: the longest sequence [tokens]
     """
@@ -205,7 +218,12 @@ class CudaDecode:
         max_batch: int,
         max_positions: int,
         device: torch.device | str,
+        open_peers: Callable[[Tensor], Peers] | None = None,
     ):
+        """`open_peers(status)` joins the other ranks; None: there are none.
+
+        Raises: ConfigError; what `open_peers` raises
+        """
         if max_batch > BUCKETS[-1]:
             raise ConfigError(f"decode on the GPU takes up to {BUCKETS[-1]} sequences, got max_batch {max_batch}")
         if kv.full.shape[-2:] != (16, 64):
@@ -218,6 +236,8 @@ class CudaDecode:
         full_blocks = -(-max_positions // self.block_size)
         sliding_blocks = -(-(config.window_tokens - 1) // self.block_size) + 1
         self.inputs = StepInputs(max_batch, full_blocks, sliding_blocks, device)
+        self.results = torch.zeros(STATUS_WORDS + max_batch, dtype=torch.int32, device=device)
+        self.token_ids = self.results[STATUS_WORDS:]
         kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self.block_size)
         vocab = weights.lm_head.shape[0]
         self._scratch = _Scratch(config, weights.layers[0], vocab, max_batch, kv_tokens, kv.full.shape[3], device)
@@ -230,20 +250,27 @@ class CudaDecode:
             config.rope_beta_slow,
         )
         self._inv_freq = inv_freq.to(device)
+        self._peers = open_peers(self.results[:1]) if open_peers is not None else None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     @property
     def logits(self) -> Tensor:
-        """[max_batch, V] fp32 of the last step; rows past its bucket are stale."""
-        return self._scratch.logits[: self.inputs.seq_lens.shape[0]]
+        """[max_batch, V] fp32 of the last step; rows past its bucket are stale. In a group: on rank 0, after a step that was not
+        `all_greedy`."""
+        return self._scratch.logits[: self.inputs.seq_lens.shape[0]] if self._peers is None else self._peers.logits
 
     @torch.no_grad()
     def step(self, rows: int, *, all_greedy: bool = True) -> None:
-        """Enqueues one step of the first `rows` rows on the current stream; the tokens land in `inputs.token_ids`."""
+        """Enqueues one step of the first `rows` rows on the current stream; the tokens land in `token_ids`.
+
+        Units: all_greedy: no row has a temperature, and nobody wants the logits of a group; the same on all ranks
+        """
         inputs, s, config = self.inputs, self._scratch, self.config
         eps = config.rms_norm_eps
         residual, normed = s.residual[:rows], s.normed[:rows]
         prepare_step(
+            inputs.token_source[:rows],
+            self.token_ids,
             inputs.seq_lens[:rows],
             inputs.full_table[:rows],
             inputs.sliding_table[:rows],
@@ -257,32 +284,12 @@ class CudaDecode:
             cu_chunks=s.split.cu_chunks[: rows + 1],
         )
         layers = self._weights.layers
-        embed_norm(inputs.token_ids[:rows], self._weights.embed, layers[0].attn_norm, eps=eps, residual=residual, normed=normed)
+        embed_norm(self.token_ids[:rows], self._weights.embed, layers[0].attn_norm, eps=eps, residual=residual, normed=normed)
         for index, layer in enumerate(layers):
             self._attention(index, layer, rows)
             self._experts(index, layer, rows)
-            combine_norm(
-                s.pairs[:rows],
-                s.expert_ids[:rows],
-                s.expert_weights[:rows],
-                residual,
-                layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm,
-                eps=eps,
-                first_expert=layer.experts.first_expert,
-                num_local_experts=layer.experts.gate_up.shape[0],
-                normed=normed,
-            )
-        # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
-        vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
-        vocabulary_logits(s.normed[:vocabulary_rows], self._weights.lm_head, s.logits[:vocabulary_rows])
-        sample_tokens(
-            s.logits[:rows],
-            self._sampling_rows(rows),
-            inputs.seq_lens[:rows],
-            inputs.token_ids[:rows],
-            s.sampling,
-            all_greedy=all_greedy,
-        )
+            self._combine(layer, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
+        self._pick_tokens(rows, all_greedy)
 
     def _attention(self, index: int, layer: DecodeLayer, rows: int) -> None:
         inputs, s = self.inputs, self._scratch
@@ -297,7 +304,11 @@ class CudaDecode:
             attention_sliding(q, pool, tables, start, seq_lens, layer.sinks, out, window=window, sm_scale=scale)
         else:
             attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale)
-        output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
+        if self._peers is None:
+            output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
+        else:
+            partial_projection(out.flatten(1), layer.o, s.projected[:rows])
+            self._peers.sum_projection(s.projected[:rows], layer.o_bias, s.residual[:rows])
 
     def _experts(self, index: int, layer: DecodeLayer, rows: int) -> None:
         s, config = self._scratch, self.config
@@ -326,6 +337,38 @@ class CudaDecode:
             alpha=config.swiglu_alpha,
             limit=config.swiglu_limit,
         )
+
+    def _combine(self, layer: DecodeLayer, norm_weight: Tensor, rows: int) -> None:
+        s, experts = self._scratch, layer.experts
+        (combine_norm if self._peers is None else self._peers.sum_experts_norm)(
+            s.pairs[:rows],
+            s.expert_ids[:rows],
+            s.expert_weights[:rows],
+            s.residual[:rows],
+            norm_weight,
+            eps=self.config.rms_norm_eps,
+            first_expert=experts.first_expert,
+            num_local_experts=experts.gate_up.shape[0],
+            normed=s.normed[:rows],
+        )
+
+    def _pick_tokens(self, rows: int, all_greedy: bool) -> None:
+        """Alone: logits, then tokens. In a group every rank judges its own words and they compare their best ones; where that is not
+        enough, rank 0 gets all logits and tells the tokens."""
+        s, weights, peers = self._scratch, self._weights, self._peers
+        # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
+        vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
+        vocabulary_logits(s.normed[:vocabulary_rows], weights.lm_head, s.logits[:vocabulary_rows])
+        tokens, logits, seq_lens = self.token_ids[:rows], s.logits[:rows], self.inputs.seq_lens[:rows]
+        if peers is not None and not all_greedy:
+            peers.push_logits(logits, weights.vocab_start)
+            logits = peers.logits[:rows] if peers.rank == 0 else logits
+        if peers is None or all_greedy or peers.rank == 0:
+            sample_tokens(logits, self._sampling_rows(rows), seq_lens, tokens, s.sampling, all_greedy=all_greedy)
+        if peers is not None and all_greedy:
+            peers.meet_best(s.sampling, seq_lens, tokens, weights.vocab_start)
+        elif peers is not None:
+            peers.spread_tokens(tokens)
 
     def _sampling_rows(self, rows: int) -> SamplingRows:
         p = self.inputs.sampling

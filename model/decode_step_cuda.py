@@ -1,35 +1,65 @@
 """The decode step of a GPU rank: running sequences into the rows of the captured step, its tokens out, in one upload and one download.
 
-Owns which sequence lies in which row and what the device knows of it. Tokens are sampled on the GPU; a row that wants log-probabilities or
-has masks, bias or penalties is sampled from its logits on the CPU, by the same reference as everywhere. Called by the decode executor.
+Owns which sequence lies in which row, what the device knows of it and which steps are under way. Tokens are sampled on the GPU and go from
+one step into the next there; a row that wants log-probabilities or has masks, bias or penalties is sampled from its logits on the CPU, by
+the same reference as everywhere. Nothing here waits for the device but `finish`. Called by the decode executor.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from common.errors import ServingError
+from common.errors import ServingError, WorkerLost
+from kernels.peers import missing_rank
 from kernels.sampling_cuda import BAD_LOGITS
 from model.batch import SequenceView
-from model.decode_cuda import BUCKETS, CudaDecode
+from model.decode_cuda import BUCKETS, STATUS_WORDS, CudaDecode
+from model.decode_step import StepRows
+from model.row_places import Place, RowPlaces
 from model.sampling import GREEDY, DeviceSampling, SamplingState, TokenChoice, sample
 
 
-class CudaDecodeStep:
-    """Rows of a step in the order of the plan; what a row held before counts, so that only changes travel.
+class _HostSide:
+    """Pinned memory of one step under way. Two take turns: one is written again only when the step that it fed is finished."""
 
-    Units: max_batch: most sequences at once
-    """
+    def __init__(self, decode: CudaDecode):
+        inputs = decode.inputs
+
+        def pinned(like: Tensor) -> Tensor:
+            return torch.zeros_like(like, device="cpu", pin_memory=like.is_cuda)
+
+        self.packed, self.full_table, self.results = pinned(inputs.packed), pinned(inputs.full_table), pinned(decode.results)
+        small = inputs.split(self.packed)
+        self.token_source, self.seq_lens, self.sliding_start, self.sliding_table = (view.numpy() for view in small[:4])
+        self.sampling = {name: getattr(small.sampling, name).numpy() for name in DeviceSampling.__dataclass_fields__}
+        self.done = torch.cuda.Event() if inputs.packed.is_cuda else None
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    side: _HostSide
+    places: list[Place]
+    wanted: list[DeviceSampling | None]
+    states: Sequence[SamplingState] | None
+
+
+class CudaDecodeStep:
+    """Units: max_batch: most sequences at once"""
+
+    lookahead = 1
 
     def __init__(self, decode: CudaDecode, max_batch: int):
         self._decode = decode
         self._buckets = [b for b in BUCKETS if b < max_batch] + [max_batch]
-        self._host = torch.zeros_like(decode.inputs.packed, device="cpu", pin_memory=decode.inputs.packed.is_cuda)
-        self._arrays = [view.numpy() for view in decode.inputs.split(self._host)]  # over the same memory
-        self._tables: list[tuple[int, int]] = [(0, 0)] * max_batch  # (key, blocks) of the row's full table on the device
-        self._sampling: list[DeviceSampling] = [GREEDY] * max_batch
+        self._sides = deque(_HostSide(decode) for _ in range(self.lookahead + 1))
+        self._places = RowPlaces()
+        self._tables: list[tuple[int, int]] = [(0, 0)] * max_batch  # whose full table, and how much of it, the device has in a row
+        self._under_way: deque[_UnderWay] = deque()
 
     def capture(self) -> None:
         """Records the graphs of all buckets. Effects: all rows are padded ones meanwhile; takes seconds"""
@@ -37,56 +67,72 @@ class CudaDecodeStep:
             for all_greedy in (True, False):
                 self._decode.capture(bucket, all_greedy=all_greedy)
 
-    def step(
-        self, views: Sequence[SequenceView], keys: Sequence[int], states: Sequence[SamplingState] | None
-    ) -> list[TokenChoice | ServingError] | None:
+    def launch(self, rows: StepRows, states: Sequence[SamplingState] | None) -> None:
+        """As `model/decode_step.py` says. Effects: enqueues an upload, the step and a download; returns at once"""
+        decode, side = self._decode, self._sides[0]
+        self._sides.rotate(-1)
+        places = self._places.place(rows.keys)
+        wanted: list[DeviceSampling | None] = [GREEDY] * len(places) if states is None else [state.on_device() for state in states]
+        self._write_rows(side, rows, places)
+        self._write_tables(side, rows, places)
+        for name, values in side.sampling.items():
+            values[[place.row for place in places]] = [getattr(w or GREEDY, name) for w in wanted]
+        decode.inputs.packed.copy_(side.packed, non_blocking=True)
+        decode.run(next(b for b in self._buckets if b >= len(places)), all_greedy=rows.is_greedy)
+        side.results.copy_(decode.results, non_blocking=True)
+        if side.done is not None:
+            side.done.record()
+        self._under_way.append(_UnderWay(side, places, wanted, states))
+
+    def finish(self) -> list[TokenChoice | ServingError] | None:
         """As `model/decode_step.py` says."""
-        rows = len(views)
-        bucket = next(b for b in self._buckets if b >= rows)
-        self._write_rows(views, keys)
-        wanted = [state.on_device() for state in states] if states is not None else [GREEDY] * rows
-        sampling = [w or GREEDY for w in wanted]
-        self._write_sampling(sampling)
-        inputs = self._decode.inputs
-        inputs.packed.copy_(self._host, non_blocking=True)
-        self._decode.run(bucket, all_greedy=all(s.temperature == 0 for s in sampling))
-        tokens = inputs.token_ids[:rows].tolist()  # waits for the step
-        if states is None:
+        step = self._under_way.popleft()
+        if step.side.done is not None:
+            step.side.done.synchronize()
+        results = step.side.results.tolist()
+        lost = missing_rank(results[0])
+        if lost is not None:
+            raise WorkerLost("a rank of the group did not take part in a step in time", rank=lost)
+        if step.states is None:
             return None
+        tokens = [results[STATUS_WORDS + place.row] for place in step.places]
         choices: list[TokenChoice | ServingError] = [
             TokenChoice(token)
             if token != BAD_LOGITS
             else ServingError(f"the model's logits for output token {state.num_output} are not finite")
-            for token, state in zip(tokens, states, strict=True)
+            for token, state in zip(tokens, step.states, strict=True)
         ]
-        on_host = [row for row in range(rows) if wanted[row] is None]
+        on_host = [index for index, wanted in enumerate(step.wanted) if wanted is None]
         if on_host:
-            logits = self._decode.logits[on_host].cpu()
-            for row, choice in zip(on_host, sample(logits, [states[row] for row in on_host]), strict=True):
-                choices[row] = choice
+            assert not self._under_way  # whoever launches knows that such rows can't be followed before they are finished
+            logits = self._decode.logits[[step.places[index].row for index in on_host]].cpu()
+            for index, choice in zip(on_host, sample(logits, [step.states[index] for index in on_host]), strict=True):
+                choices[index] = choice
         return choices
 
-    def _write_rows(self, views: Sequence[SequenceView], keys: Sequence[int]) -> None:
-        rows, (token_ids, seq_lens, sliding_start, sliding_table) = len(views), self._arrays
-        width = sliding_table.shape[1]
-        token_ids[:rows] = [view.token_ids[0] for view in views]
-        seq_lens[:rows] = [view.start + 1 for view in views]
-        seq_lens[rows:] = 0
-        sliding_start[:rows] = [view.sliding_first * self._decode.block_size for view in views]
-        sliding_table[:rows] = [[*view.sliding_blocks, *[0] * (width - len(view.sliding_blocks))] for view in views]
-        for row, (view, key) in enumerate(zip(views, keys, strict=True)):
-            known, blocks = self._tables[row], len(view.full_blocks)
-            if known != (key, blocks):
-                first = known[1] if known[0] == key and known[1] < blocks else 0
-                added = torch.tensor(view.full_blocks[first:], dtype=torch.int32)
-                self._decode.inputs.full_table[row, first:blocks].copy_(added)
-                self._tables[row] = (key, blocks)
+    def _write_rows(self, side: _HostSide, rows: StepRows, places: list[Place]) -> None:
+        width = side.sliding_table.shape[1]
+        at = [place.row for place in places]
+        side.token_source[at] = [_source(*row) for row in zip(rows.views, rows.follows, places, strict=True)]
+        side.seq_lens[at] = [view.start + 1 for view in rows.views]
+        side.seq_lens[len(at) :] = 0
+        side.sliding_start[at] = [view.sliding_first * self._decode.block_size for view in rows.views]
+        side.sliding_table[at] = [[*view.sliding_blocks, *[0] * (width - len(view.sliding_blocks))] for view in rows.views]
 
-    def _write_sampling(self, wanted: list[DeviceSampling]) -> None:
-        if wanted == self._sampling[: len(wanted)]:
-            return
-        self._sampling[: len(wanted)] = wanted
-        rows = self._decode.inputs.sampling
-        for name in DeviceSampling.__dataclass_fields__:
-            target = getattr(rows, name)
-            target.copy_(torch.tensor([getattr(s, name) for s in self._sampling], dtype=target.dtype))
+    def _write_tables(self, side: _HostSide, rows: StepRows, places: list[Place]) -> None:
+        """A sequence's table travels when it comes, grows or changes rows; its caller knows all its blocks from the start."""
+        for place, key, view in zip(places, rows.keys, rows.views, strict=True):
+            known = (key, len(view.full_blocks))
+            if self._tables[place.row] != known:
+                table = side.full_table[place.row, : len(view.full_blocks)]
+                table.copy_(torch.tensor(view.full_blocks, dtype=torch.int32))
+                self._decode.inputs.full_table[place.row, : len(view.full_blocks)].copy_(table, non_blocking=True)
+                self._tables[place.row] = known
+
+
+def _source(view: SequenceView, follows: bool, place: Place) -> int:
+    """Where the row's token is: in a row of the step before, or with us."""
+    if not follows:
+        return -1 - view.token_ids[0]
+    assert place.before is not None  # the step before picked its token
+    return place.before

@@ -29,7 +29,8 @@ _WATCH_INTERVAL_S = 0.25
 class GroupLinks:
     """What one rank holds of its group: the leader's end of the control channel on rank 0, a follower's end on the others.
 
-    `end_compute`: ends the collectives of `compute`
+    `end_compute`: ends the collectives of `compute`. A decode group on GPUs has those of a CPU, for its start; its steps meet over mapped
+    memory (`peer_memory.py`).
     """
 
     compute: ParallelGroup
@@ -49,10 +50,8 @@ def open_group(spec: RankSpec) -> GroupLinks:
     if spec.tp == 1:
         return GroupLinks(LocalGroup(), LeaderChannel([]))
     on_gpus = spec.device == "cuda" and spec.role == "prefill"
-    if spec.device != "cpu" and not on_gpus:
-        raise NotSupportedError(
-            f"{spec.role} groups of {spec.tp} ranks on {spec.device}: collectives exist for prefill on cuda and for cpu"
-        )
+    if spec.device not in ("cpu", "cuda"):
+        raise NotSupportedError(f"{spec.role} groups of {spec.tp} ranks on {spec.device}: collectives exist for cuda and for cpu")
     control: LeaderChannel | FollowerChannel
     if spec.rank > 0:
         control = FollowerChannel(join_star(spec.rendezvous, spec.key, spec.rank, "control", JOIN_TIMEOUT_S))

@@ -107,30 +107,34 @@ class Grant(_message.Message):
     def __init__(self, transfer_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_worker_pb2.BlockList, _Mapping]]] = ..., full_blocks: _Optional[_Iterable[int]] = ..., sliding_ring: _Optional[_Iterable[int]] = ..., key_id: _Optional[int] = ...) -> None: ...
 
 class DecodeRow(_message.Message):
-    __slots__ = ("transfer_id", "token_id", "position")
+    __slots__ = ("transfer_id", "token_id", "position", "follows")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: int
     token_id: int
     position: int
-    def __init__(self, transfer_id: _Optional[int] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+    follows: bool
+    def __init__(self, transfer_id: _Optional[int] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ..., follows: bool = ...) -> None: ...
 
 class DecodePlan(_message.Message):
-    __slots__ = ("revokes", "releases", "grants", "verifies", "rows", "shut_down")
+    __slots__ = ("revokes", "releases", "grants", "verifies", "rows", "shut_down", "sampled")
     REVOKES_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     VERIFIES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SHUT_DOWN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
     revokes: _containers.RepeatedScalarFieldContainer[int]
     releases: _containers.RepeatedScalarFieldContainer[int]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     verifies: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedCompositeFieldContainer[DecodeRow]
     shut_down: bool
-    def __init__(self, revokes: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[int]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., verifies: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., shut_down: bool = ...) -> None: ...
+    sampled: bool
+    def __init__(self, revokes: _Optional[_Iterable[int]] = ..., releases: _Optional[_Iterable[int]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., verifies: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., shut_down: bool = ..., sampled: bool = ...) -> None: ...
 
 class VerifyResult(_message.Message):
     __slots__ = ("transfer_id", "bytes", "digest")

@@ -8,6 +8,8 @@ constexpr int kChunkBlocks = 32, kMaxChunks = 64;  // as in attention_decode.cu
 constexpr int kMaxBatch = 128;
 
 struct StepArgs {
+  const int32_t* token_source;    // [batch] row of token_ids, or -1 - token id
+  int32_t* token_ids;             // the step before's tokens in, this step's out
   const int32_t* seq_lens;        // [batch], counting the new token; 0 for a padded row
   const int32_t* full_table;      // [batch, full_stride]
   const int32_t* sliding_table;   // [batch, sliding_stride]
@@ -25,6 +27,13 @@ __global__ void __launch_bounds__(256) prepare_step(StepArgs a) {
   __shared__ int chunks[kMaxBatch];
   wait_for_previous_kernel();
   start_next_kernel();
+  int token = 0;
+  if (static_cast<int>(threadIdx.x) < a.batch) {
+    const int source = __ldcg(a.token_source + threadIdx.x);
+    token = source < 0 ? -1 - source : __ldcg(a.token_ids + source);
+  }
+  __syncthreads();  // rows change places
+  if (static_cast<int>(threadIdx.x) < a.batch) a.token_ids[threadIdx.x] = token;
   for (int i = threadIdx.x; i < a.batch; i += blockDim.x) {
     const int n = __ldcg(a.seq_lens + i), at = n - 1;
     const int blocks = (n + a.block_size - 1) / a.block_size, each = kChunkBlocks * kMaxChunks;
@@ -172,11 +181,11 @@ int row_threads(int columns) { return (columns / 8 + 31) / 32 * 32; }
 
 }  // namespace
 
-extern "C" int tandem_prepare_step(const void* seq_lens, const void* full_table, const void* sliding_table, const void* sliding_start,
+extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, const void* seq_lens, const void* full_table, const void* sliding_table, const void* sliding_start,
                                    const void* inv_freq, void* cos_sin, void* full_slots, void* sliding_slots, void* cu_chunks, int batch,
                                    int full_stride, int sliding_stride, int block_size, float concentration, void* stream) {
   if (batch > kMaxBatch) return -1;
-  const StepArgs a = {static_cast<const int32_t*>(seq_lens), static_cast<const int32_t*>(full_table),
+  const StepArgs a = {static_cast<const int32_t*>(token_source), static_cast<int32_t*>(token_ids), static_cast<const int32_t*>(seq_lens), static_cast<const int32_t*>(full_table),
                       static_cast<const int32_t*>(sliding_table), static_cast<const int32_t*>(sliding_start),
                       static_cast<const float*>(inv_freq), static_cast<float*>(cos_sin), static_cast<int32_t*>(full_slots),
                       static_cast<int32_t*>(sliding_slots), static_cast<int32_t*>(cu_chunks), batch, full_stride, sliding_stride,

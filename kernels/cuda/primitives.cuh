@@ -87,6 +87,27 @@ __device__ __forceinline__ void wait_for_count(const int32_t* counter, int count
   __syncwarp();
 }
 
+// What this thread, and those it has met at a barrier, wrote before is visible on every GPU to who acquires the value.
+__device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ long long time_ns() {
+  long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ __forceinline__ void let_others_run() {}  // for the emulation, where threads take turns
+
 // Waits until the kernel before this one has finished and its writes are visible. Nothing that it wrote may be touched earlier.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next kernel start its own preparation once every block has come here.

@@ -21,11 +21,12 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.ledger import TransferLedger
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import Receiver
+from model.batch import SequenceView, build_prefill_batch
 from model.control import LeaderChannel
 from model.decode_step import PlainDecodeStep
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
-from tests.support.fake_model import CONFIG, FakeModel, FakeModelBuilder
+from tests.support.fake_model import CONFIG, AheadStep, FakeModel, FakeModelBuilder
 from tests.support.groups import KEY
 from tests.support.pace import within
 
@@ -37,8 +38,8 @@ RING = GEOMETRY.sliding_blocks_worst(1)
 class Bench:
     """An engine of one rank. Its receiver offers nothing, so a revoke fences at once; `fences` are asks that get no answer."""
 
-    def __init__(self, lease_s: float = 5.0):
-        kv = KVCache(GEOMETRY, 1, 0, FULL_BLOCKS, MAX_BATCH * RING, "cpu")
+    def __init__(self, lease_s: float = 5.0, make_step=PlainDecodeStep):
+        self.kv = kv = KVCache(GEOMETRY, 1, 0, FULL_BLOCKS, MAX_BATCH * RING, "cpu")
         view = PoolView(kv.full, kv.sliding, GEOMETRY, 1, 0)
         self.receiver = Receiver(view, key=KEY, incarnation=1, listen_host="127.0.0.1", transports=(), buffer=None)
         self.scheduler = DecodeScheduler(GEOMETRY, FULL_BLOCKS, MAX_BATCH * RING, MAX_BATCH)
@@ -54,7 +55,7 @@ class Bench:
         self.engine = DecodeEngine(
             self.scheduler,
             reservations,
-            DecodeExecutor(PlainDecodeStep(model, kv, "cpu"), GEOMETRY, self.receiver),
+            DecodeExecutor(make_step(model, kv, "cpu"), GEOMETRY, self.receiver),
             LeaderChannel([]),
             ModelFacts(CONFIG.vocab_size, 4096, frozenset(CONFIG.eos_token_ids), None),
             self.commands,
@@ -77,13 +78,22 @@ class Bench:
         """What was put before is one batch of commands."""
         self.thread.start()
 
-    def reserve(self, internal_id: str, *, prompt: int = 20, max_tokens: int = 10, router_id: str = "a", **options) -> cmd.Reserve:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, seed=1, ignore_eos=True)
+    def reserve(
+        self, internal_id: str, *, prompt: int = 20, max_tokens: int = 10, sampling=None, router_id: str = "a", **options
+    ) -> cmd.Reserve:
+        sampling = sampling or SamplingParams(max_tokens=max_tokens, temperature=0, seed=1, ignore_eos=True)
         work = worker_pb2.Work(internal_id=internal_id, prompt_ids=range(3, 3 + prompt), sampling=sampling_to_proto(sampling), **options)
         writer = types_pb2.GroupDescription(incarnation=9, kv=geometry_to_proto(GEOMETRY), layout=types_pb2.Layout(tp=1))
         command = cmd.Reserve(work, router_id, writer)
         self.commands.put(command)
         return command
+
+    def write(self, reservation: worker_pb2.Reservation, prompt_ids: list[int]) -> None:
+        """What a prefill group would have put into the reserved blocks."""
+        full, sliding = reservation.blocks
+        first = sliding.first_logical
+        view = SequenceView(prompt_ids, 0, tuple(full.block_ids), first, tuple(sliding.block_ids))
+        FakeModel(FakeModelBuilder(), LocalGroup()).forward(build_prefill_batch(view, 16, "cpu", logits="none"), self.kv)
 
     def commit(self, reservation: worker_pb2.Reservation, *, lie: bool = False) -> cmd.Commit:
         """Commits whatever lies in the pools, as a writer that sends garbage with a right digest would."""
@@ -202,12 +212,12 @@ def test_deadline_and_absent_router_end_running_requests_typed():
         assert ends == {"late": "DEADLINE_EXCEEDED", "orphan": "CANCELLED"}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_commands_in_random_order_leave_nothing_behind(seed):
+@pytest.mark.parametrize(("seed", "ahead"), [(seed, seed % 2 == 1) for seed in range(6)])
+def test_random_commands_in_random_order_leave_nothing_behind(seed, ahead):
     """Reserve, commit, lie, abandon, abort, cancel, router gone, late promises: every request ends once, all blocks come back."""
     rng = random.Random(seed)
     admitted: set[str] = set()
-    with Bench(lease_s=1.0) as bench:
+    with Bench(lease_s=1.0, make_step=(lambda model, kv, _: AheadStep(model, kv, LocalGroup())) if ahead else PlainDecodeStep) as bench:
         bench.start()
         open_ones: dict[str, worker_pb2.Reservation] = {}
         for i in range(120):

@@ -144,7 +144,10 @@ def test_plan_of_a_step(emulated):  # noqa: F811
         cuda_library.runs = (lambda answer: lambda tensor: answer)(kernel)
         out = {"cos_sin": torch.full((6, 32, 2), float("nan")), "cu_chunks": torch.full((7,), -5, dtype=torch.int32)}
         out |= {name: torch.full((6,), -5, dtype=torch.int32) for name in ("full_slots", "sliding_slots")}
-        prepare_step(lens, full, sliding, starts, inv_freq, concentration=1.25, block_size=S, **out)
+        tokens = torch.arange(100, 108, dtype=torch.int32)
+        sources = torch.tensor([7, -1 - 55, 0, 2, -1, 4], dtype=torch.int32)
+        prepare_step(sources, tokens, lens, full, sliding, starts, inv_freq, concentration=1.25, block_size=S, **out)
+        assert tokens.tolist() == [107, 55, 100, 102, 0, 104, 106, 107]  # rows change places, new ones come from the host
         results.append(out)
     assert torch.allclose(results[0].pop("cos_sin"), results[1].pop("cos_sin"), atol=1e-5)
     for name, value in results[0].items():

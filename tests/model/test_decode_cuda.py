@@ -76,7 +76,7 @@ def make_case(lens, seed=1):
     want = GptOss(CONFIG, plain, LocalGroup(), "cpu").forward(build_decode_batch(views, S, "cpu"), caches[1])
     decode = CudaDecode(CONFIG, pack_weights(gpu), caches[0], max_batch=len(lens), max_positions=max(needs) * S, device="cpu")
     inputs = decode.inputs
-    inputs.token_ids.copy_(torch.tensor(tokens))
+    decode.token_ids.copy_(torch.tensor(tokens))
     inputs.seq_lens.copy_(torch.tensor(lens))
     inputs.sliding_start.copy_(torch.tensor(firsts) * S)
     for b in range(len(lens)):
@@ -91,36 +91,36 @@ def test_step_matches_the_plain_forward(emulated):  # noqa: F811
     error = (decode.logits - want).abs()
     assert error.max() < 3e-2 * want.abs().max(), f"{error.max()} of {want.abs().max()}"
     assert error.square().mean().sqrt() < 2e-2 * want.square().mean().sqrt()  # bf16 activations through four random layers
-    assert torch.equal(decode.inputs.token_ids, decode.logits.argmax(-1).int())
+    assert torch.equal(decode.token_ids, decode.logits.argmax(-1).int())
     for got, plain in ((caches[0].full, caches[1].full), (caches[0].sliding, caches[1].sliding)):
         assert (got.float() - plain).abs().max() < 3e-2 * plain.abs().max()  # new K and V in the same slots, all else untouched
 
 
 def test_padded_rows_change_nothing(emulated):  # noqa: F811
     decode, _, caches = make_case([70, 33, 140])
-    tokens = decode.inputs.token_ids.clone()
+    tokens = decode.token_ids.clone()
     decode.step(3)
     whole = decode.logits.clone()
-    decode.inputs.token_ids.copy_(tokens)
+    decode.token_ids.copy_(tokens)
     decode.inputs.seq_lens[1] = 0
     before = [caches[0].full.clone(), caches[0].sliding.clone()]
     decode.step(3)
     assert torch.equal(decode.logits[[0, 2]], whole[[0, 2]])
     assert torch.equal(caches[0].full, before[0])  # rows 0 and 2 wrote the same again, row 1 nothing
     assert torch.equal(caches[0].sliding, before[1])
-    assert decode.inputs.token_ids[1] == 0
+    assert decode.token_ids[1] == 0
 
 
 def test_nan_in_one_sequence_fails_that_row_alone(emulated):  # noqa: F811
     decode, _, caches = make_case([70, 33, 140])
-    tokens = decode.inputs.token_ids.clone()
+    tokens = decode.token_ids.clone()
     decode.step(3)
     whole = decode.logits.clone()
-    decode.inputs.token_ids.copy_(tokens)
+    decode.token_ids.copy_(tokens)
     caches[0].full[1, decode.inputs.full_table[1, 0].long()] = float("nan")
     decode.step(3)
     assert torch.equal(decode.logits[[0, 2]], whole[[0, 2]])
-    assert decode.inputs.token_ids[1] == -1
+    assert decode.token_ids[1] == -1
 
 
 def test_experts_that_are_not_mxfp4_are_refused():

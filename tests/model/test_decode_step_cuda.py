@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError, ServingError, WorkerLost
 from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from decode_worker.block_ring import BlockTables
 from model.batch import SequenceView, build_decode_batch
 from model.build import build_model
 from model.decode_cuda import CudaDecode, pack_weights
+from model.decode_step import StepRows
 from model.decode_step_cuda import CudaDecodeStep
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
-from model.sampling import SamplingState, sample
+from model.sampling import GREEDY, SamplingState, sample
 from model.shards import Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.emulated_cuda import emulated  # noqa: F401
@@ -61,10 +62,18 @@ class Bench:
         )
         return Running(BlockTables(tuple(blocks), tuple(blocks[:ring])), length, 7 + length, state)
 
+    def launch(self, sequences, follows=False):
+        """Begins a step; with `follows`, of tokens that the host does not know yet."""
+        states = [s.state for s in sequences]
+        is_greedy = all(state.on_device() == GREEDY for state in states)
+        views = [s.view(self.geometry) for s in sequences]
+        self.step.launch(StepRows(views, [id(s) for s in sequences], [follows] * len(states), is_greedy), states)
+
     def run(self, sequences):
         """One step. Returns: what was picked, and the plain forward's logits"""
         views = [s.view(self.geometry) for s in sequences]
-        choices = self.step.step(views, [id(s) for s in sequences], [s.state for s in sequences])
+        self.launch(sequences)
+        choices = self.step.finish()
         logits = self.plain.forward(build_decode_batch(views, S, "cpu"), self.caches[1])
         for sequence, choice in zip(sequences, choices, strict=True):
             if not isinstance(choice, ServingError):
@@ -79,7 +88,7 @@ class Running:
 
     def view(self, geometry):
         first, sliding = self.tables.sliding_at(geometry, self.position)
-        return SequenceView((self.token,), self.position, self.tables.full_until(geometry, self.position + 1), first, sliding)
+        return SequenceView((self.token,), self.position, self.tables.full, first, sliding)
 
 
 @pytest.fixture
@@ -135,7 +144,31 @@ def test_nan_fails_its_own_sequence(bench):
 
 def test_ranks_above_the_first_pick_nothing(bench):
     row = bench.sequence(40)
-    assert bench.step.step([row.view(bench.geometry)], [1], None) is None
+    bench.step.launch(StepRows([row.view(bench.geometry)], [1], [False], True), None)
+    assert bench.step.finish() is None
+
+
+def test_a_step_launched_ahead_goes_on_with_the_tokens_of_the_one_before(bench):
+    """Rows move meanwhile: the first sequence leaves, and its row is the last one's next."""
+    rows = [bench.sequence(n) for n in (40, 33, 130)]
+    twins = [replaceable(row) for row in rows]
+    bench.launch(rows)
+    for row in rows:
+        row.position += 1
+        row.token = 999999  # nobody looks at it
+    bench.launch(rows[1:], follows=True)
+    first, second = bench.step.finish(), bench.step.finish()
+    told = bench.run(twins)[0]
+    assert [c.token_id for c in first] == [c.token_id for c in told]
+    told = bench.run(twins[1:])[0]
+    assert [c.token_id for c in second] == [c.token_id for c in told]
+
+
+def test_a_rank_that_did_not_take_part_fails_the_step(bench):
+    bench.launch([bench.sequence(40)])
+    bench.step._under_way[0].side.results[0] = 2
+    with pytest.raises(WorkerLost, match="rank 1"):
+        bench.step.finish()
 
 
 def test_weights_that_the_kernels_do_not_take_are_refused(tiny):

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import KernelError
+from common.errors import KernelError, ServingError
 from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from model.batch import AttentionTables, StepBatch
 from model.build import BuiltModel
 from model.config import ModelConfig
+from model.decode_step import PlainDecodeStep, StepRows
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
 from model.sampling import SamplingState, TokenChoice, sample
@@ -56,7 +58,8 @@ class FakeModelBuilder:
     """Builds the fake in place of `model.build.build_model`. Picklable, for ranks in processes of their own.
 
     `prefill_s_per_token`, `decode_s`: how long a chunk's token and a decode step take. `fail_token`: a forward pass over it raises.
-    `nan_token`: logits after it are NaN. `sleep_token`: a forward pass over it takes 3 s longer.
+    `nan_token`: logits after it are NaN. `sleep_token`: a forward pass over it takes 3 s longer. `ahead`: decode steps run like those of a
+    GPU, one ahead of what the host knows.
     """
 
     prefill_s_per_token: float = 0.0
@@ -64,9 +67,11 @@ class FakeModelBuilder:
     fail_token: int | None = None
     nan_token: int | None = None
     sleep_token: int | None = None
+    ahead: bool = False
 
     def __call__(self, spec: RankSpec, group: ParallelGroup) -> BuiltModel:
-        return BuiltModel(CONFIG, FakeModel(self, group))
+        model = FakeModel(self, group)
+        return BuiltModel(CONFIG, model, decode=(lambda kv: AheadStep(model, kv, group)) if self.ahead else None)
 
 
 class FakeModel:
@@ -96,6 +101,35 @@ class FakeModel:
             if settings.nan_token is not None and tokens[ends[b]] == settings.nan_token:
                 logits[row, 5] = float("nan")
         return logits
+
+
+class AheadStep:
+    """Decode steps as on a GPU: a step's tokens go into the next on the device. A step is carried out when it is waited for, as late as
+    can be: what it writes then must still be nobody else's."""
+
+    lookahead = 1
+
+    def __init__(self, model: FakeModel, kv: KVCache, group: ParallelGroup):
+        self._group = group
+        self._plain = PlainDecodeStep(model, kv, "cpu")
+        self._under_way: deque[tuple[StepRows, Sequence[SamplingState] | None]] = deque()
+        self._tokens: dict[int, int] = {}
+
+    def launch(self, rows: StepRows, states: Sequence[SamplingState] | None) -> None:
+        self._under_way.append((rows, states))
+
+    def finish(self) -> list[TokenChoice | ServingError] | None:
+        rows, states = self._under_way.popleft()
+        views = [
+            replace(view, token_ids=(self._tokens[key],)) if follows else view
+            for view, key, follows in zip(rows.views, rows.keys, rows.follows, strict=True)
+        ]
+        self._plain.launch(replace(rows, views=views), states)
+        choices = self._plain.finish()
+        picked = [choice.token_id if isinstance(choice, TokenChoice) else 0 for choice in choices or [None] * len(views)]
+        tokens = self._group.all_reduce(torch.tensor(picked, dtype=torch.float32))  # rank 0's, to all ranks
+        self._tokens = dict(zip(rows.keys, map(int, tokens), strict=True))
+        return choices
 
 
 def logits_for(kv_hash: int) -> Tensor:

@@ -1,6 +1,8 @@
 // Runs the decode kernels' own source on a CPU: one fiber per CUDA thread, blocks one after the other, warp operations and block barriers
-// as rendezvous. It checks indexing, layouts, masks and reduction order, not speed and not races between blocks. Shared memory starts as NaN.
+// as rendezvous. Ranks that meet are threads of the process, each with its own emulation. It checks indexing, layouts, masks and reduction order, not speed and not races between blocks. Shared memory starts as NaN.
 #pragma once
+#include <sched.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -20,7 +22,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __align__(n) __attribute__((aligned(n)))
 #define DYNAMIC_SHARED(name) unsigned char* name = emulation::dynamic_shared()
 
@@ -59,11 +61,11 @@ struct Block {
   Fiber* current = nullptr;
   std::function<void()> body;
 };
-inline Block*& block() { static Block* b = nullptr; return b; }
-inline dim3& grid_dim() { static dim3 d; return d; }
-inline dim3& block_dim() { static dim3 d; return d; }
-inline dim3& block_index() { static dim3 d; return d; }
-inline std::vector<unsigned char>& shared_bytes() { static std::vector<unsigned char> v; return v; }
+inline Block*& block() { static thread_local Block* b = nullptr; return b; }
+inline dim3& grid_dim() { static thread_local dim3 d; return d; }
+inline dim3& block_dim() { static thread_local dim3 d; return d; }
+inline dim3& block_index() { static thread_local dim3 d; return d; }
+inline std::vector<unsigned char>& shared_bytes() { static thread_local std::vector<unsigned char> v; return v; }
 inline unsigned char* dynamic_shared() {
   auto p = reinterpret_cast<uintptr_t>(shared_bytes().data());
   return reinterpret_cast<unsigned char*>((p + 1023) / 1024 * 1024);
@@ -148,8 +150,8 @@ inline void __syncthreads() {
   }
 }
 inline int __syncthreads_or(int x) {
-  static int value[2];
-  static int turn = 0;
+  static thread_local int value[2];
+  static thread_local int turn = 0;
   __syncthreads();
   if (threadIdx.x == 0) { turn ^= 1; value[turn] = 0; }
   __syncthreads();
@@ -205,6 +207,20 @@ template <typename T>
 inline T atomicMax(T* p, T v) { T old = *p; *p = std::max(old, v); return old; }
 template <typename T>
 inline T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
+template <typename T>
+inline T atomicCAS(T* p, T expected, T v) { T old = *p; if (old == expected) *p = v; return old; }
+inline void store_release_system(uint32_t* p, uint32_t value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
+inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline int32_t load_relaxed(const int32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline long long time_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+inline void let_others_run() {
+  sched_yield();
+  emulation::yield();
+}
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t s) {
   const uint64_t both = (static_cast<uint64_t>(y) << 32) | x;

@@ -1,0 +1,65 @@
+"""Makes the memory over which the GPU ranks of one group meet: each allocates its own and maps that of all others by CUDA IPC.
+
+Works where every process sees its own GPU only, and with several ranks on one GPU. Called while a decode rank is built; what is done with
+the memory is `kernels/peers.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.errors import KernelError, NotSupportedError
+from kernels.device_memory import DeviceMemory, MappedMemory
+from kernels.peers import PeerLayout, Peers
+from model.parallel import ParallelGroup
+
+MEETING_TIMEOUT_S = 5.0  # a rank whose process has died is noticed ten times as fast by `RankWatch`; this is for one that hangs
+
+
+class OwnMemory(Protocol):
+    address: int
+
+    def tensor(self) -> Tensor: ...
+
+    def handle(self) -> bytes: ...
+
+
+class OthersMemory(Protocol):
+    address: int
+
+
+def open_peers(
+    group: ParallelGroup,
+    layout: PeerLayout,
+    status: Tensor,
+    *,
+    timeout_s: float = MEETING_TIMEOUT_S,
+    allocate: Callable[[torch.device, int], OwnMemory] = DeviceMemory,
+    map_handle: Callable[[torch.device, bytes], OthersMemory] = MappedMemory,
+) -> Peers:
+    """Every rank of the group calls it at the same time; handles travel over the group's own collectives.
+
+    Shapes: status [1] int32 on the rank's device, zero
+    Effects: the mappings stay until the process ends
+    Raises: NotSupportedError where this host does not let processes map each other's GPU memory; WorkerLost if another rank failed
+    """
+    memory = allocate(status.device, layout.nbytes(group.rank))
+    handle = memory.handle()
+    handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8)[None], dim=0)
+    bases = [memory.address] * group.size
+    for rank in range(group.size):
+        if rank != group.rank:
+            bases[rank] = _mapped(map_handle, status.device, bytes(handles[rank].numpy()), rank)
+    group.all_reduce(torch.zeros(1))  # nobody writes before all have mapped
+    return Peers(layout, group.rank, memory.tensor(), bases, status, timeout_s)
+
+
+def _mapped(map_handle: Callable[[torch.device, bytes], OthersMemory], device: torch.device, handle: bytes, rank: int) -> int:
+    try:
+        return map_handle(device, handle).address
+    except KernelError as exc:
+        raise NotSupportedError(f"this host does not let a rank map the GPU memory of rank {rank}: {exc.message}", rank=rank) from exc
