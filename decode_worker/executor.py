@@ -11,7 +11,7 @@ from common.errors import ServingError
 from common.kv_layout import KVGeometry
 from common.proto import plan_pb2, worker_pb2
 from decode_worker.block_ring import BlockTables
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiver import Receiver, VerifyResult
 from model.batch import SequenceView
 from model.decode_step import DecodeStep, StepRows
 from model.sampling import SamplingState, TokenChoice
@@ -29,6 +29,7 @@ class DecodeExecutor:
         self._step = step
         self._receiver = receiver
         self._tables: dict[int, BlockTables] = {}
+        self._checked: dict[int, VerifyResult] = {}  # until the sequence is released
         self._under_way = 0
 
     def endpoints(self) -> list[worker_pb2.Endpoint]:
@@ -44,6 +45,7 @@ class DecodeExecutor:
                 reply.fenced.append(transfer_id)
         for transfer_id in plan.releases:
             self._tables.pop(transfer_id, None)
+            self._checked.pop(transfer_id, None)
         for grant in plan.grants:
             self._tables[grant.transfer_id] = BlockTables(tuple(grant.full_blocks), tuple(grant.sliding_ring))
             try:
@@ -52,12 +54,23 @@ class DecodeExecutor:
                 reply.failures.add(transfer_id=grant.transfer_id, status=exc.grpc_status, message=exc.message)
         for transfer_id in plan.verifies:
             try:
-                result = self._receiver.verify(transfer_id)
-                reply.verified.add(transfer_id=transfer_id, bytes=result.bytes, digest=result.digest)
+                self._check(transfer_id, reply)
             except ServingError as exc:
+                self._receiver.revoke(transfer_id)
                 reply.failures.add(transfer_id=transfer_id, status=exc.grpc_status, message=exc.message)
-            self._receiver.revoke(transfer_id)
         return reply
+
+    def _check(self, transfer_id: int, reply: plan_pb2.DecodeReply) -> None:
+        """What lies in the pools is told again for as long as another rank is not ready."""
+        if transfer_id not in self._checked:
+            result = self._receiver.check(transfer_id)
+            if result is None:
+                reply.unverified.append(transfer_id)
+                return
+            self._checked[transfer_id] = result
+            self._receiver.revoke(transfer_id)
+        result = self._checked[transfer_id]
+        reply.verified.add(transfer_id=transfer_id, bytes=result.bytes, digest=result.digest)
 
     @property
     def lookahead(self) -> int:

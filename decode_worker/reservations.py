@@ -132,7 +132,7 @@ class Reservations:
         return self._ledger.renew(transfer_ids, now_s)
 
     def commit(self, command: Commit, now_s: float) -> None:
-        """Has every rank look at what arrived; the answer follows in `settle`.
+        """Has every rank look at what arrived, in as many plans as their devices take; the answer follows in `settle`.
 
         Raises: PeerLost, KVTransferError if there is nothing to commit
         """
@@ -177,7 +177,11 @@ class Reservations:
             self.writer_stopped(transfer_id)
         for grant in plan.grants:
             self._granted(grant.transfer_id, failures.get(grant.transfer_id))
+        unverified = {transfer_id for reply in replies for transfer_id in reply.unverified}
         for transfer_id in plan.verifies:
+            if transfer_id in unverified and transfer_id not in failures:
+                self._plan.verifies.append(transfer_id)
+                continue
             results = [result for reply in replies for result in reply.verified if result.transfer_id == transfer_id]
             self._verified(transfer_id, results, failures.get(transfer_id))
         outcome, self._outcome = self._outcome, Outcome()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from common.errors import KernelError, NotSupportedError
-from kernels.cuda_library import multiprocessors
 from kernels.device_memory import DeviceMemory, MappedMemory
-from kernels.digest import MASK, DigestKey
+from kernels.digest import DigestKey
 from kernels.kv_copy import COPY_BLOCKS, Segment, TileShape, kv_copy
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Moment
@@ -81,12 +80,6 @@ class CudaDevice:
 
     def upload(self, data: np.ndarray) -> Tensor:
         return _upload(data, self._device)
-
-    def digest(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey) -> int:
-        digest = torch.zeros(1, dtype=torch.int64, device=self._device)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        kv_copy(segments, shape, key, digest, stream=stream, blocks=2 * multiprocessors(self._device.index))
-        return int(digest) & MASK
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -106,9 +106,6 @@ class Device(Protocol):
     def upload(self, data: np.ndarray) -> Tensor:
         """Enqueues a copy to the device on the current stream; `data` may be changed after the return."""
 
-    def digest(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey) -> int:
-        """Returns: the digest of segments without a target, modulo 2^64. Waits for the device and all that the thread has enqueued"""
-
     def empty(self, nbytes: int) -> Tensor:
         """Returns: [nbytes] uint8 for this process's own use"""
 

@@ -1,16 +1,19 @@
 """A decode rank's end of transfers: offers its pools over the transports, keeps the grants, and computes what arrived.
 
 Knows nothing of requests, leases or ranks other than its own; the decode leader's ledger decides, this carries out. Called from the rank's
-step loop: `grant`, `verify` and `revoke` are operations of the ordered plan, and a revoke comes before any later grant of the same blocks.
+step loop: `grant`, `check` and `revoke` are operations of the ordered plan, and a revoke comes before any later grant of the same blocks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from common.keyring import Key, digest_secret
@@ -19,7 +22,7 @@ from common.proto import worker_pb2
 from kernels.digest import MASK, DigestKey, kv_digest
 from kernels.kv_copy import Segment, TileShape
 from kv_transfer.cuda_device import device_of
-from kv_transfer.device import Device, DeviceBuffer
+from kv_transfer.device import Device, DeviceBuffer, Lane, Moment
 from kv_transfer.grants import Grant, GrantTable
 from kv_transfer.handle_exchange import HandleServer
 from kv_transfer.memory import SharedBuffer
@@ -29,6 +32,7 @@ from kv_transfer.transports.nccl_server import NcclServer
 from kv_transfer.transports.nixl import NixlTarget
 from kv_transfer.transports.tcp_server import TcpServer, check_host
 
+_POLL_S = 5e-5
 CHECKED_TRANSPORTS = frozenset({"tcp", "nccl"})  # the receiver sees every write and refuses what was revoked
 
 
@@ -119,15 +123,29 @@ class Receiver:
         self._keys[transfer_id] = key if self._checker is None else self._checker.upload(key)
 
     def verify(self, transfer_id: int) -> VerifyResult:
-        """What this rank holds for a transfer now. Takes about as long as reading the bytes twice.
+        """As `check`, and waits for it. For callers without work of their own on the device."""
+        while (result := self.check(transfer_id)) is None:
+            time.sleep(_POLL_S)
+        return result
 
+    def check(self, transfer_id: int) -> VerifyResult | None:
+        """What this rank holds for a transfer. On a CPU it takes about as long as reading the bytes twice; a device begins to read at the
+        first call, beside its other work.
+
+        Returns: None while the device reads; ask again
         Raises: KVTransferError if there is no grant
         """
         grant = self._grants.get(transfer_id)
         g, key = self._view.geometry, self._keys[transfer_id]
+        if self._checker is None:
+            digest = self._digest(grant, key)
+        else:
+            found = self._checker.digest(transfer_id, grant, key)
+            if found is None:
+                return None
+            digest = found
         row_bytes = g.head_dim * DTYPE_BYTES[g.dtype]
         expected = sum(2 * row_bytes * (end - start) for start, end in (self._tokens(grant, slides) for slides in g.sliding))
-        digest = self._digest(grant, key) if self._checker is None else self._checker.digest(grant, key)
         return VerifyResult(sum(received or expected for received in grant.head_bytes), digest & MASK)
 
     def _tokens(self, grant: Grant, slides: bool) -> tuple[int, int]:
@@ -150,6 +168,8 @@ class Receiver:
         """
         self._grants.revoke(transfer_id)
         self._keys.pop(transfer_id, None)
+        if self._checker is not None:
+            self._checker.forget(transfer_id)
 
     def is_fenced(self, transfer_id: int) -> bool:
         """True if a revoke alone proves that nothing more of this transfer can land, whatever its writer does.
@@ -175,29 +195,57 @@ class Receiver:
             self._handles.close()
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A digest that the device computes. `kept`: what it reads besides the pools."""
+
+    digest: Tensor
+    moment: Moment
+    kept: object
+
+
 class _DeviceChecker:
-    """Digests what lies in pools on a device, all layers in one go."""
+    """Digests what lies in pools on a device, all layers in one go, in a lane of its own beside whatever else the device does."""
 
     def __init__(self, view: PoolView, device: Device):
         g = view.geometry
         self._view = view
         self._device = device
+        self._readings: dict[int, _Reading] = {}
         heads = view.heads.count
         self._shape = TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, heads, heads, g.num_kv_heads)
 
-    def upload(self, key: DigestKey) -> DigestKey:
-        return DigestKey(*(self._device.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
+    @cached_property
+    def _lane(self) -> Lane:
+        return self._device.lane()  # by the thread that uses it
 
-    def digest(self, grant: Grant, key: DigestKey) -> int:
-        """Effects: waits for the device"""
-        g, segments = self._view.geometry, []
+    def upload(self, key: DigestKey) -> DigestKey:
+        return DigestKey(*(self._lane.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
+
+    def digest(self, transfer_id: int, grant: Grant, key: DigestKey) -> int | None:
+        """Returns: None until the device has read what lay in the pools at the first call; then it is forgotten"""
+        reading = self._readings.get(transfer_id)
+        if reading is None:
+            reading = self._readings[transfer_id] = self._begin(grant, key)
+        if not reading.moment.is_past():
+            return None
+        del self._readings[transfer_id]
+        return int(reading.digest)
+
+    def forget(self, transfer_id: int) -> None:
+        self._readings.pop(transfer_id, None)
+
+    def _begin(self, grant: Grant, key: DigestKey) -> _Reading:
+        g, lane, segments = self._view.geometry, self._lane, []
         ids = {}
         for slides in (False, True):
             first, count = g.handover_blocks(grant.num_tokens, sliding=slides)
-            ids[slides] = (first, self._device.upload(grant.maps[slides].part(first, count)[0].astype(np.int32)))
+            ids[slides] = (first, lane.upload(grant.maps[slides].part(first, count)[0].astype(np.int32)))
         for layer, slides in enumerate(g.sliding):
             first, table = ids[slides]
             tokens = (first * g.block_size_tokens, grant.num_tokens)
             pool = self._view.layer(layer).data_ptr()
             segments.append(Segment(pool, 0, 0, 0, table, None, tokens, first, layer, self._view.heads.start))
-        return self._device.digest(segments, self._shape, key)
+        digest = lane.upload(np.zeros(1, np.int64))
+        lane.copy(segments, self._shape, key, digest)
+        return _Reading(lane.fetch(digest), lane.mark(), (ids, digest, key))

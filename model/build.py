@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import RankSpec
-from model.build_decode import build_decode_cuda, open_decode_cuda
+from model.build_decode import build_decode_cuda, decode_step_bytes, open_decode_cuda
 from model.build_prefill import build_prefill_cuda, warm_prefill_cuda
 from model.config import ModelConfig, check_layout, load_model_config
 from model.decode_step import DecodeStep, Forward, PlainDecodeStep
@@ -25,12 +25,13 @@ TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass(frozen=True)
 class BuiltModel:
     """`warm`, if set, compiles and captures for the rank's own pools, together with the other ranks, and gives the forward pass to use;
-    `decode` does the same for a decode step that is no forward pass with sampling behind it."""
+    `decode` does the same for a decode step that is no forward pass with sampling behind it. `step_bytes`: device memory that they take."""
 
     config: ModelConfig
     model: Forward | None
     warm: Callable[[KVCache], Forward] | None = None
     decode: Callable[[KVCache], DecodeStep] | None = None
+    step_bytes: int = 0
 
     def ready(self, kv: KVCache) -> Forward:
         """The forward pass to serve with. Every rank calls it once, when its pools exist and before it takes requests."""
@@ -58,7 +59,12 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
         return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv, group))
     if spec.device == "cuda" and spec.role == "decode":
         config, packed = build_decode_cuda(spec, group)
-        return BuiltModel(config, None, decode=lambda kv: open_decode_cuda(spec, group, config, packed, kv))
+        return BuiltModel(
+            config,
+            None,
+            decode=lambda kv: open_decode_cuda(spec, group, config, packed, kv),
+            step_bytes=decode_step_bytes(spec, group, config, packed),
+        )
     if spec.device != "cpu":
         raise NotSupportedError(f"a {spec.role} pool on {spec.device}: the forward pass exists for cpu")
     if spec.compute_dtype not in TORCH_DTYPE:

@@ -5,6 +5,7 @@ Called by `model/build.py` for decode pools on device cuda.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ from common.rank_spec import RankSpec
 from kernels import cuda_library
 from kernels.peers import SERVED_RANKS, PeerLayout, Peers
 from model.config import ModelConfig, check_layout, load_model_config
-from model.decode_cuda import CudaDecode, DecodeWeights, pack_weights
+from model.decode_cuda import CudaDecode, DecodeWeights, buffer_bytes, pack_weights
 from model.decode_step_cuda import CudaDecodeStep
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
 from model.peer_memory import open_peers
 from model.weights import load_shard
+
+logger = logging.getLogger(__name__)
 
 
 def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig, DecodeWeights]:
@@ -51,20 +54,32 @@ def open_decode_cuda(spec: RankSpec, group: ParallelGroup, config: ModelConfig, 
     """
 
     def join(status: torch.Tensor) -> Peers:
-        return open_peers(group, PeerLayout(group.size, spec.max_batch, config.hidden_size, config.vocab_size), status)
+        return open_peers(group, _peer_layout(spec, group, config), status)
 
-    longest = min(spec.max_model_len, config.max_position)
     cuda_library.build_all()
     decode = CudaDecode(
         config,
         weights,
         kv,
         max_batch=spec.max_batch,
-        max_positions=longest,
+        max_positions=min(spec.max_model_len, config.max_position),
         device=spec.device,
         open_peers=join if group.size > 1 else None,
     )
     step = CudaDecodeStep(decode, spec.max_batch)
     group.all_reduce(torch.zeros(1))  # the kernels of a rank that is ready would wait for one that still compiles
     step.capture()
+    free_bytes, _ = torch.cuda.mem_get_info(torch.device(spec.device))
+    logger.info("decode step captured; %d MiB of device memory are left", free_bytes >> 20)
     return step
+
+
+def decode_step_bytes(spec: RankSpec, group: ParallelGroup, config: ModelConfig, weights: DecodeWeights) -> int:
+    """Device memory that `open_decode_cuda` will take, but for graphs, libraries and the share that grows with the KV pool."""
+    longest = min(spec.max_model_len, config.max_position)
+    peers = _peer_layout(spec, group, config).nbytes(group.rank) if group.size > 1 else 0
+    return buffer_bytes(config, weights, max_batch=spec.max_batch, max_positions=longest) + peers
+
+
+def _peer_layout(spec: RankSpec, group: ParallelGroup, config: ModelConfig) -> PeerLayout:
+    return PeerLayout(group.size, spec.max_batch, config.hidden_size, config.vocab_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import ConfigError, NotSupportedError
-from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding
+from kernels.attention_decode import BLOCK_SIZE, SplitWorkspace, attention_full, attention_sliding
 from kernels.decode_fused import (
     MAX_STREAMED_TOKENS,
     combine_norm,
@@ -195,6 +195,26 @@ class _Scratch:
         self.sampling = SamplingScratch.allocate(rows, device)
 
 
+def _make_inputs(config: ModelConfig, rows: int, max_positions: int, block_size: int, device: torch.device | str) -> StepInputs:
+    sliding_blocks = -(-(config.window_tokens - 1) // block_size) + 1
+    return StepInputs(rows, -(-max_positions // block_size), sliding_blocks, device)
+
+
+def buffer_bytes(config: ModelConfig, weights: DecodeWeights, *, max_batch: int, max_positions: int) -> int:
+    """Device memory of a `CudaDecode`'s own buffers, but for the part of its attention workspace that grows with the KV pool."""
+    layer = weights.layers[0]
+    kv_heads = (layer.qkv.shape[0] // config.head_dim - layer.sinks.shape[0]) // 2
+    scratch = _Scratch(config, layer, weights.lm_head.shape[0], max_batch, 0, kv_heads, "meta")
+    return _nbytes(scratch) + _nbytes(_make_inputs(config, max_batch, max_positions, BLOCK_SIZE, "meta"))
+
+
+def _nbytes(holder: object) -> int:
+    """Bytes of the tensors of an object and of those in it; views of another's memory have none of their own."""
+    parts = vars(holder).values()
+    own = sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, Tensor) and part._base is None)
+    return own + sum(_nbytes(part) for part in parts if isinstance(part, SplitWorkspace | SamplingScratch))
+
+
 class CudaDecode:
     """A rank's decode step, alone or with the other ranks of its group, which all do the same steps in the same order.
 
@@ -226,16 +246,14 @@ class CudaDecode:
         """
         if max_batch > BUCKETS[-1]:
             raise ConfigError(f"decode on the GPU takes up to {BUCKETS[-1]} sequences, got max_batch {max_batch}")
-        if kv.full.shape[-2:] != (16, 64):
+        if kv.full.shape[-2:] != (BLOCK_SIZE, 64):
             raise ConfigError(f"decode on the GPU takes KV blocks of 16 tokens and heads of 64, got {tuple(kv.full.shape[-2:])}")
         self.config = config
         self.logits_override: Tensor | None = None
         self._weights = weights
         self._kv = kv
         self.block_size = kv.full.shape[-2]
-        full_blocks = -(-max_positions // self.block_size)
-        sliding_blocks = -(-(config.window_tokens - 1) // self.block_size) + 1
-        self.inputs = StepInputs(max_batch, full_blocks, sliding_blocks, device)
+        self.inputs = _make_inputs(config, max_batch, max_positions, self.block_size, device)
         self.results = torch.zeros(STATUS_WORDS + max_batch, dtype=torch.int32, device=device)
         self.token_ids = self.results[STATUS_WORDS:]
         kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self.block_size)

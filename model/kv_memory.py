@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from common.errors import ConfigError
 from common.kv_layout import KVGeometry, head_range
 from common.process import identity
@@ -14,19 +16,27 @@ from model.control import FollowerChannel
 from model.group import GroupLinks
 
 logger = logging.getLogger(__name__)
+_GPU_MARGIN_BYTES = 3 << 30  # libraries' workspaces, graphs, staging of transfers, and what splitting attention takes with the pool's size
 _MOST_CPU_BYTES = 256 << 20  # a CPU group is for trying out; touching memory costs seconds per GiB
 
 
 def agree_on_memory(
-    spec: RankSpec, links: GroupLinks, geometry: KVGeometry, *, sliding_blocks: int, useful_full_blocks: int, leader_address: str
+    spec: RankSpec,
+    links: GroupLinks,
+    geometry: KVGeometry,
+    *,
+    sliding_blocks: int,
+    useful_full_blocks: int,
+    leader_address: str,
+    step_bytes: int = 0,
 ) -> plan_pb2.GroupFacts:
     """Every rank calls it once its weights are loaded; only the leader's `leader_address` counts.
 
-    Units: useful_full_blocks: more than this many are never asked for
+    Units: useful_full_blocks: more than this many are never asked for; step_bytes: device memory that the forward pass will still take
     Returns: the same on all ranks
-    Raises: ConfigError if memory does not hold the blocks of one sequence
+    Raises: ConfigError if memory does not hold the blocks of one sequence, or on a GPU not those that `kv_blocks` asks for
     """
-    hello = plan_pb2.RankHello(process=identity(), kv_bytes=free_kv_bytes(spec))
+    hello = plan_pb2.RankHello(process=identity(), kv_bytes=free_kv_bytes(spec, step_bytes))
     if isinstance(links.control, FollowerChannel):
         links.control.reply(hello.SerializeToString())
         return plan_pb2.GroupFacts.FromString(links.control.receive())
@@ -36,6 +46,11 @@ def agree_on_memory(
     left = min(h.kv_bytes for h in hellos) - sliding_blocks * len(geometry.sliding_layers) * layer_block_bytes
     full_block_bytes = len(geometry.full_layers) * layer_block_bytes
     full_blocks = spec.kv_blocks or min(left // max(full_block_bytes, 1), useful_full_blocks)
+    if spec.device != "cpu" and full_blocks * full_block_bytes > left:
+        raise ConfigError(
+            f"pool {spec.pool}: kv_blocks {full_blocks} and {sliding_blocks} sliding blocks don't fit into "
+            f"{min(h.kv_bytes for h in hellos)} bytes a rank, which leave room for {max(left, 0) // full_block_bytes}"
+        )
     if full_blocks < 1:
         raise ConfigError(
             f"pool {spec.pool}: {min(h.kv_bytes for h in hellos)} bytes of memory hold no KV; set kv_blocks or lower max_batch"
@@ -47,8 +62,12 @@ def agree_on_memory(
     return facts
 
 
-def free_kv_bytes(spec: RankSpec) -> int:
-    """Memory that this rank may give to KV: on a CPU an eighth of what its host has available for the group, within reason."""
+def free_kv_bytes(spec: RankSpec, step_bytes: int) -> int:
+    """Memory that this rank may give to KV, once its weights are loaded: on a GPU what is free but for the forward pass's buffers and a
+    margin; on a CPU an eighth of what its host has available for the group, within reason."""
+    if spec.device != "cpu":
+        free_bytes, _ = torch.cuda.mem_get_info(torch.device(spec.device))
+        return max(0, free_bytes - step_bytes - _GPU_MARGIN_BYTES)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024 // 8 // spec.tp, _MOST_CPU_BYTES)

@@ -97,6 +97,7 @@ def start_rank(
             sliding_blocks=sliding_blocks(geometry, max_len),
             useful_full_blocks=useful_sequences * geometry.blocks_for(max_len),
             leader_address=server.address if server else "",
+            step_bytes=built.step_bytes,
         )
     except BaseException:
         links.close()

@@ -157,11 +157,13 @@ class Failure(_message.Message):
     def __init__(self, transfer_id: _Optional[int] = ..., status: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class DecodeReply(_message.Message):
-    __slots__ = ("fenced", "verified", "failures")
+    __slots__ = ("fenced", "verified", "failures", "unverified")
     FENCED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     fenced: _containers.RepeatedScalarFieldContainer[int]
     verified: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, fenced: _Optional[_Iterable[int]] = ..., verified: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    unverified: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fenced: _Optional[_Iterable[int]] = ..., verified: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., unverified: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.errors import NotSupportedError, PeerLost
-from kernels.digest import MASK, DigestKey
+from kernels.digest import DigestKey
 from kernels.kv_copy import Segment, TileShape, kv_copy_ref
 from kv_transfer.deadline import Deadline
 from kv_transfer.memory import SharedBuffer
@@ -206,11 +206,6 @@ class EmulatedDevice:
 
     def upload(self, data: np.ndarray) -> Tensor:
         return torch.from_numpy(data.copy())
-
-    def digest(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey) -> int:
-        digest = torch.zeros(1, dtype=torch.int64)
-        self.copy(segments, shape, key, digest)
-        return int(digest) & MASK
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
