@@ -37,11 +37,24 @@ def _permute_rows(
         tl.store(out_scale_ptr + group * out_scale_stride + row, scale, mask=(group < GROUPS) & (rank >= 0))
 
 
+@triton.jit
+def _gated(gate, alpha, FAST: tl.constexpr):
+    """gate * sigmoid(alpha * gate); FAST: the hardware's exponential and reciprocal without the handling of subnormal numbers."""
+    if FAST:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * (alpha * -1.4426950408889634)], dtype=tl.float32, is_pure=True, pack=1
+        )
+        share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1.0], dtype=tl.float32, is_pure=True, pack=1)
+        return gate * share
+    else:
+        return gate / (1.0 + tl.exp(-alpha * gate))
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def _swiglu_quantize(
     x_ptr, ends_ptr, q_ptr, scale_ptr, scale_stride, alpha, limit,
     INTERMEDIATE: tl.constexpr, GROUPS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     group = tl.program_id(1)
@@ -60,11 +73,11 @@ def _swiglu_quantize(
         gate, up = tl.split(tl.reshape(x.to(tl.float32), (ROWS, 128, 2)))
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        h = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+        h = (up + 1.0) * _gated(gate, alpha, FAST)
         scale = group_scales(h, group, GROUPS - 1, BIAS)
         inverse = 1.0 / scale
         q = h * inverse[:, None]
-        if BIAS:
+        if BIAS and group == GROUPS - 1:
             q = tl.where(((column >= INTERMEDIATE) & (column < INTERMEDIATE + BIAS))[None, :], inverse[:, None], q)
         tl.store(q_ptr + row.to(tl.int64)[:, None] * (GROUPS * 128) + column[None, :], q.to(q_ptr.dtype.element_ty))
         tl.store(scale_ptr + group * scale_stride + row, scale)
@@ -85,12 +98,22 @@ def launch_permute_rows(ids, ranks, counts, q, scales, rows, ends, out_q, out_sc
 
 
 def launch_swiglu_quantize(
-    x, ends, q, scales, alpha: float, limit: float, alignment: int, bias_columns: int, row_block: int = 16, num_warps: int = 4
+    x,
+    ends,
+    q,
+    scales,
+    alpha: float,
+    limit: float,
+    alignment: int,
+    bias_columns: int,
+    row_block: int = 16,
+    num_warps: int = 4,
+    fast: bool = False,
 ) -> None:
     """x [M, 2I] bf16 interleaved -> q [M, P] fp8 and scales [M, P/128]; only row blocks that hold a token are touched."""
     experts = ends.shape[0]
     groups = scales.shape[1]
     _swiglu_quantize[(x.shape[0] // row_block, groups)](
         x, ends, q, scales, scales.stride(1), alpha, limit, INTERMEDIATE=x.shape[1] // 2, GROUPS=groups, EXPERTS=experts,
-        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, num_warps=num_warps,
+        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, FAST=fast, num_warps=num_warps,
     )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Prefill on several GPUs of one host: one process for each rank, joined as a served group is; correctness, then times of each layout.
+
+    python3 benchmarks/prefill_ranks.py --tp 2 --out DIR
+
+Random weights of the true shapes as in `benchmarks/prefill.py`; what ranks share (embedding, norms, routers, router logits) is the same on
+all of them. Times are rank 0's, from a CPU batch to its logits, all ranks starting together. Writes DIR/prefill_ranks.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, random_prompt, uniform_logits
+from common.rank_spec import RankSpec
+from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
+from kernels.moe_prefill import permute_rows
+from kernels.quantize import BIAS_COLUMNS, quantize_rows
+from kernels.router import fold_router, route
+from model.config import ModelConfig, load_model_config
+from model.convert import convert_checkpoint
+from model.fixture import write_random_fixture
+from model.group import open_group
+from model.kv_cache import KVCache
+from model.layout import cut_for_rank
+from model.parallel import LocalGroup, ParallelGroup
+from model.prefill_cuda import CudaPrefill
+from model.prefill_weights import PrefillLayer, PrefillWeights, Projections, prepare_prefill_weights
+from model.weights import load_shard
+
+RUNS, WARM = 7, 2
+LIMIT_S = 240
+TINY_TOKENS = 200
+
+
+def rank_weights(
+    config: ModelConfig, *, tp: int, ep: int, rank: int, device: str, unique_layers: int, projections: Projections = "bf16_qkv"
+) -> PrefillWeights:
+    """One rank's share of random weights; the layers repeat `unique_layers` distinct ones."""
+    cut = cut_for_rank(config, tp=tp, ep=ep, rank=rank, granule=128)
+    local = replace(
+        config, num_qo_heads=len(cut.qo_heads), num_kv_heads=len(cut.kv_heads), num_experts=len(cut.experts),
+        intermediate_size=len(cut.intermediate),
+    )  # fmt: skip
+    own, shared = RandomWeights(local, device, 100 + rank), RandomWeights(config, device, 7)
+    ones = torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device)
+
+    def layer() -> PrefillLayer:
+        router = shared.normal(config.num_experts, config.hidden_size, std=0.02)
+        return replace(
+            own.layer(projections), attn_norm=ones, mlp_norm=ones, o_bias=0 * ones, router=fold_router(router, ones),
+            router_bias=shared.normal(config.num_experts, std=0.1), first_expert=cut.experts.start,
+        )  # fmt: skip
+
+    distinct = [layer() for _ in range(unique_layers)]
+    layers = tuple(distinct[i % unique_layers] for i in range(config.num_layers))
+    return PrefillWeights(
+        shared.normal(config.vocab_size, config.hidden_size), layers, ones, own.normal(len(cut.vocab), config.hidden_size, std=0.02)
+    )
+
+
+def compile_ahead(model: str, tp: int, tokens: int) -> None:
+    """Compiles the GEMMs of every rank's shapes into the on-disk cache, on one GPU."""
+    config = gpt_oss_config(model, 2)
+    for ep, rank in ((tp, 0), (1, 0), (1, tp - 1)):
+        layer = rank_weights(config, tp=tp, ep=ep, rank=rank, device="cuda", unique_layers=1).layers[0]
+        x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
+        for rows in (1, tokens // 2, tokens):
+            gemm_fp8(*quantize_rows(torch.randn(rows, layer.o.values.shape[1], device="cuda").bfloat16()), *layer.o)
+        counts = torch.zeros(layer.gate_up.values.shape[0], dtype=torch.int32, device="cuda")
+        inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
+        for count in (1, tokens):
+            routing = route(
+                x[:count], inverse[:count], layer.router, layer.router_bias, 4, counts.zero_(), first_expert=layer.first_expert
+            )  # fmt: skip
+            rows = quantize_rows(x[:count], bias_columns=BIAS_COLUMNS)
+            placed = permute_rows(*rows, routing, alignment=128, first_expert=layer.first_expert)
+            gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
+            grouped_gemm_fp8(*quantize_rows(gate_up[:, ::2].contiguous(), bias_columns=BIAS_COLUMNS), *layer.down, placed)
+    torch.cuda.synchronize()
+
+
+def check_tiny(folder: Path, group: ParallelGroup, device: str) -> dict:
+    """The group's logits for a random tiny checkpoint against one rank alone on the same device, for both ways to cut the experts."""
+    config, found = load_model_config(folder), {}
+    batch, blocks = random_prompt(config, TINY_TOKENS, 3)
+
+    def logits(tp: int, ep: int, ranks: ParallelGroup) -> torch.Tensor | None:
+        shard = load_shard(folder, config, tp=tp, ep=ep, rank=ranks.rank, device="cpu", dtype=torch.bfloat16, weights="fp8")
+        weights = prepare_prefill_weights(config, shard, device, projections="bf16_qkv")
+        prefill = CudaPrefill(
+            config, weights, ranks, block_size=BLOCK_SIZE, device=device, max_positions=512, least_piece_tokens=64
+        )  # fmt: skip
+        return prefill.forward(batch, KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), tp, ranks.rank, blocks, blocks, device))
+
+    for ep in (1, group.size):
+        got = logits(group.size, ep, group)
+        if got is not None:
+            alone = logits(1, 1, LocalGroup())
+            assert alone is not None
+            found[f"ep{ep}"] = round(float(torch.nn.functional.cosine_similarity(got, alone)), 6)
+    return found
+
+
+def time_layout(
+    model: str, tokens: int, group: ParallelGroup, ep: int, pieces: tuple[int, ...], layers: int | None, unique: int
+) -> Iterator[dict]:
+    config = gpt_oss_config(model, layers)
+    weights = rank_weights(config, tp=group.size, ep=ep, rank=group.rank, device="cuda", unique_layers=unique)
+    kv_blocks = -(-tokens // BLOCK_SIZE)
+    kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), group.size, group.rank, kv_blocks, kv_blocks, "cuda")
+    offset = uniform_logits(config, tokens, "cuda", 2)
+    prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + WARM)]
+    for count in pieces:
+        prefill = CudaPrefill(
+            config, weights, group, block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, pieces=count
+        )  # fmt: skip
+        prefill.logit_offset = offset
+        times = []
+        for prompt in prompts:
+            group.all_reduce(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            logits = prefill.forward(prompt, kv)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+            assert logits is None or bool(logits.isfinite().all()), "logits are not finite"
+        kept = sorted(times[WARM:])
+        yield {
+            "model": f"gpt-oss-{model}", "layout": f"tp{group.size}" + (f"-ep{ep}" if ep > 1 else ""), "tokens": tokens, "pieces": count,
+            "median_ms": round(statistics.median(kept), 3), "min_ms": round(kept[0], 3), "max_ms": round(kept[-1], 3), "runs": len(kept),
+            "projections": "bf16_qkv",
+        }  # fmt: skip
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    spec = RankSpec(
+        "bench", "g", "prefill", str(args.tiny), args.tp, args.tp, args.rank, args.rendezvous, 1, bytes.fromhex(args.key),
+        device="cuda", weights="fp8",
+    )  # fmt: skip
+    links = open_group(spec)
+    group = links.compute
+    try:
+        found = check_tiny(args.tiny, group, "cuda")
+        if args.rank == 0:
+            print("RESULT " + json.dumps({"check": found}), flush=True)
+        for ep in (args.tp, 1):
+            for result in time_layout(args.model, args.tokens, group, ep, (1, 2, 4), None, args.layers_unique):
+                if args.rank == 0:
+                    print("RESULT " + json.dumps(result), flush=True)
+    finally:
+        links.close()
+
+
+def run_group(model: str, tp: int, tokens: int, unique: int) -> list[dict]:
+    """Starts a process for each rank, each seeing its own GPU. Returns: what rank 0 measured
+
+    Raises: RuntimeError with the end of a rank's output if one fails or the limit passes
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_fixture(Path(folder), vocab_size=1024, num_layers=4)
+        convert_checkpoint(Path(folder))
+        command = [
+            sys.executable, __file__, "--tp", str(tp), "--model", model, "--tokens", str(tokens), "--layers-unique", str(unique),
+            "--rendezvous", rendezvous, "--key", os.urandom(32).hex(), "--tiny", folder,
+        ]  # fmt: skip
+        logs = [open(Path(folder) / f"rank{rank}.log", "w+") for rank in range(tp)]  # noqa: SIM115 - closed below
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)], stdout=logs[rank], stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)},
+            )
+            for rank in range(tp)
+        ]  # fmt: skip
+        deadline = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+            if any(process.poll() not in (None, 0) for process in ranks):
+                break
+            time.sleep(0.2)
+        failed = [rank for rank, process in enumerate(ranks) if process.poll() != 0]
+        for process in ranks:
+            process.kill()
+            process.wait()
+        texts = []
+        for log in logs:
+            log.seek(0)
+            texts.append(log.read())
+            log.close()
+    results = [json.loads(line.removeprefix("RESULT ")) for line in texts[0].splitlines() if line.startswith("RESULT ")]
+    if failed:
+        sys.stderr.write("\n".join(f"== rank {rank}\n{texts[rank][-3000:]}" for rank in failed) + "\n")
+        results.append({"failed_ranks": failed})
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--model", default="120b")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers-unique", type=int, default=4, help="reuse the weights of this many distinct layers")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--compile", action="store_true", help="internal: compile ahead and leave")
+    parser.add_argument("--rank", type=int, help="internal: this process is a rank")
+    parser.add_argument("--rendezvous", default="")
+    parser.add_argument("--key", default="")
+    parser.add_argument("--tiny", type=Path, default=Path("."))
+    args = parser.parse_args()
+    if args.compile:
+        compile_ahead(args.model, args.tp, args.tokens)
+    elif args.rank is not None:
+        rank_main(args)
+    else:
+        compile_ahead(args.model, args.tp, args.tokens)
+        results = run_group(args.model, args.tp, args.tokens, args.layers_unique)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "prefill_ranks.json").write_text(json.dumps(results, indent=1) + "\n")
+        for result in results:
+            print(result)
+
+
+if __name__ == "__main__":
+    main()
