@@ -31,7 +31,7 @@ def _packed_window_attention(
     out = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
     position = earlier + token
     last = earlier + num_tokens
-    for tile in tl.static_range(TILES):
+    for tile in range(TILES):
         column = earlier + first_token + TOKENS - (TILES - tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         present = (column >= 0) & (column < last)
         source = (column.to(tl.int64)[:, None] * KV_HEADS + kv_head) * HEAD_DIM + lane[None, :]
