@@ -101,7 +101,7 @@ class Company:
         message.tokenized.input_ids.extend(range(5, 15))
         sampling = message.sampling_params
         sampling.max_tokens, sampling.ignore_eos, sampling.temperature, sampling.logprobs = 2000, True, 0.0, 20
-        self.calls = [router_pb2_grpc.RouterStub(channel).Generate(message, timeout=60) for channel in self._channels]
+        self.calls = [router_pb2_grpc.RouterStub(channel).Generate(message, timeout=600) for channel in self._channels]
 
     async def close(self) -> None:
         for call in self.calls:
