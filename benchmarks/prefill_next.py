@@ -3,8 +3,8 @@
     python3 benchmarks/prefill_next.py --out DIR            one GPU
     python3 benchmarks/prefill_next.py --out DIR --tp 2     and the layouts over two
 
-Order: FlashInfer and the GEMMs compile in children while the Triton variants are checked and timed alone; then every op of the forward
-beside its twin at odd sizes (`prefill_shadow.py`); then whole models, variants between two runs of what is served, so that a drift of
+Order: FlashInfer and the GEMMs compile in children, beside them every op of the forward runs next to its twin at odd sizes
+(`prefill_shadow.py`); then single kernels; then whole models, variants between two runs of what is served, so that a drift of
 clocks shows.
 Random weights, four distinct layers. Writes DIR/prefill_next.txt and DIR/prefill_next.json.
 """
@@ -29,7 +29,6 @@ from benchmarks.prefill_checks import check_rows, normal, poison_memory, random_
 from benchmarks.prefill_kernels import time_us
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, make_cache, random_prompt, uniform_logits
 from benchmarks.prefill_ranks import run_group
-from benchmarks.prefill_shadow import check_sizes
 from benchmarks.prefill_variants import fast_swiglu, packed_window, permute_and_zero, swiglu_and_zero, tiled_window, using
 from kernels.attention_prompt import window_attention
 from kernels.moe_prefill import swiglu_quantize
@@ -39,6 +38,7 @@ from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
 
 RUNS, WARM, DISTINCT_LAYERS = 5, 2, 4
+SHADOWED = (0, 1)  # sets of sizes in `prefill_shadow.py`: those whose GEMMs compile in seconds
 HERE = Path(__file__).parent
 PACKED = {f"packed {t} tokens, {n} keys, {w} warps": (t, n, w) for t, n, w in ((16, 32, 4), (16, 64, 4), (32, 32, 8), (32, 64, 8))}
 TILED = {f"one head {m}x{n}, {w} warps": (m, n, w) for m, n, w in ((128, 64, 8), (64, 64, 4))}
@@ -192,7 +192,7 @@ def ranks(report: Report, tp: int) -> None:
                 f" ({result['min_ms']} to {result['max_ms']}); goal 62; predicted 79, 71, 70 with ep, 1 to 2 more without"
             )
         else:
-            report.say(f"{'FAIL' if 'failed_ranks' in result else 'ok  '} group of {tp}: {result}")
+            report.say(f"{'ok  ' if result.get('ok') else 'FAIL'} group of {tp}: {result}")
 
 
 def main() -> None:
@@ -209,12 +209,18 @@ def main() -> None:
     ]
     if args.tp > 1:
         compiling.append(subprocess.Popen([sys.executable, str(HERE / "prefill_ranks.py"), "--tp", str(args.tp), "--compile"]))
+    shadows = [
+        subprocess.Popen([sys.executable, str(HERE / "prefill_shadow.py"), str(number)], stdout=subprocess.PIPE, text=True)
+        for number in SHADOWED
+    ]
+    for child in shadows:
+        found, _ = child.communicate()
+        report.say(found.strip() or f"FAIL shadow ended with {child.returncode}")
+    for child in compiling:
+        child.wait()
     fastest = ["in use"]
     report.section("expert rows", lambda: expert_row_variants(report))
     report.section("window kernels", lambda: fastest.append(window_kernels(report)))
-    for child in compiling:
-        child.wait()
-    report.section("shadow", lambda: [report.say(line) for line in check_sizes()] and None)
 
     def models() -> None:
         weights = RandomWeights(gpt_oss_config("120b"), "cuda", 1).model(DISTINCT_LAYERS, "bf16_qkv")

@@ -29,20 +29,18 @@ from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
 from kernels.moe_prefill import permute_rows
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
 from kernels.router import fold_router, route
-from model.config import ModelConfig, load_model_config
-from model.convert import convert_checkpoint
-from model.fixture import write_random_fixture
+from model.config import ModelConfig
 from model.group import open_group
 from model.kv_cache import KVCache
 from model.layout import cut_for_rank
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
-from model.prefill_weights import PrefillLayer, PrefillWeights, Projections, prepare_prefill_weights
-from model.weights import load_shard
+from model.prefill_weights import Fp8Weight, PrefillLayer, PrefillWeights, Projections
 
 RUNS, WARM = 7, 2
 LIMIT_S = 240
-TINY_TOKENS = 200
+CHECKED_LAYERS, CHECKED_TOKENS = 3, 2304
+LEAST_COSINE = 0.998  # bf16 sums in another order, through three layers of FP8 experts
 
 
 def rank_weights(
@@ -92,26 +90,51 @@ def compile_ahead(model: str, tp: int, tokens: int) -> None:
     torch.cuda.synchronize()
 
 
-def check_tiny(folder: Path, group: ParallelGroup, device: str) -> dict:
-    """The group's logits for a random tiny checkpoint against one rank alone on the same device, for both ways to cut the experts."""
-    config, found = load_model_config(folder), {}
-    batch, blocks = random_prompt(config, TINY_TOKENS, 3)
+def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -> PrefillWeights:
+    """A rank's part of one GPU's weights with whole experts on each rank: the same numbers, so that results can be compared."""
+    cut, head = cut_for_rank(config, tp=tp, ep=tp, rank=rank, granule=128), config.head_dim
+    query, kv = len(cut.qo_heads) * head, config.num_kv_heads // tp * head
+    first_q, first_k = cut.qo_heads.start * head, (config.num_qo_heads + cut.kv_heads.start) * head
+    first_v = first_k + config.num_kv_heads * head
 
-    def logits(tp: int, ep: int, ranks: ParallelGroup) -> torch.Tensor | None:
-        shard = load_shard(folder, config, tp=tp, ep=ep, rank=ranks.rank, device="cpu", dtype=torch.bfloat16, weights="fp8")
-        weights = prepare_prefill_weights(config, shard, device, projections="bf16_qkv")
-        prefill = CudaPrefill(
-            config, weights, ranks, block_size=BLOCK_SIZE, device=device, max_positions=512, least_piece_tokens=64
+    def part(layer: PrefillLayer) -> PrefillLayer:
+        rows = [slice(first_q, first_q + query), slice(first_k, first_k + kv), slice(first_v, first_v + kv)]
+        assert isinstance(layer.qkv, torch.Tensor), "bf16 QKV is cut by rows"
+        values, scales = layer.o
+        columns, blocks = slice(first_q, first_q + query), slice(first_q // 128, (first_q + query) // 128)
+        experts = slice(cut.experts.start, cut.experts.stop)
+        return replace(
+            layer, qkv=torch.cat([layer.qkv[r] for r in rows]), qkv_bias=torch.cat([layer.qkv_bias[r] for r in rows]),
+            sinks=layer.sinks[cut.qo_heads.start : cut.qo_heads.stop].contiguous(),
+            o=Fp8Weight(values[:, columns].contiguous(), scales[:, blocks].contiguous()),
+            gate_up=Fp8Weight(*(t[experts] for t in layer.gate_up)), down=Fp8Weight(*(t[experts] for t in layer.down)),
+            first_expert=cut.experts.start, num_kv_heads=len(cut.kv_heads),
         )  # fmt: skip
-        return prefill.forward(batch, KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), tp, ranks.rank, blocks, blocks, device))
 
-    for ep in (1, group.size):
-        got = logits(group.size, ep, group)
-        if got is not None:
-            alone = logits(1, 1, LocalGroup())
-            assert alone is not None
-            found[f"ep{ep}"] = round(float(torch.nn.functional.cosine_similarity(got, alone)), 6)
-    return found
+    vocab = slice(cut.vocab.start, cut.vocab.stop)
+    return PrefillWeights(weights.embed, tuple(part(layer) for layer in weights.layers), weights.norm, weights.lm_head[vocab])
+
+
+def check_group(config: ModelConfig, group: ParallelGroup, device: str, tokens: int, least_piece_tokens: int) -> float | None:
+    """Logits of the group against rank 0 alone with the same weights. Returns: their cosine, on rank 0"""
+    whole = RandomWeights(config, device, 5).model(projections="bf16_qkv")
+    batch, blocks = random_prompt(config, tokens, 3)
+    offset = uniform_logits(config, tokens, device, 2)
+
+    def logits(weights: PrefillWeights, ranks: ParallelGroup) -> torch.Tensor | None:
+        options = {"block_size": BLOCK_SIZE, "device": device, "max_positions": tokens, "least_piece_tokens": least_piece_tokens}
+        prefill = CudaPrefill(config, weights, ranks, **options)
+        prefill.logit_offset = offset
+        return prefill.forward(
+            batch, KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), ranks.size, ranks.rank, blocks, blocks, device)
+        )  # fmt: skip
+
+    got = logits(slice_of(whole, config, group.size, group.rank), group)
+    if got is None:
+        return None
+    alone = logits(whole, LocalGroup())
+    assert alone is not None
+    return float(torch.nn.functional.cosine_similarity(got, alone))
 
 
 def time_layout(
@@ -147,15 +170,15 @@ def time_layout(
 
 def rank_main(args: argparse.Namespace) -> None:
     spec = RankSpec(
-        "bench", "g", "prefill", str(args.tiny), args.tp, args.tp, args.rank, args.rendezvous, 1, bytes.fromhex(args.key),
+        "bench", "g", "prefill", "", args.tp, args.tp, args.rank, args.rendezvous, 1, bytes.fromhex(args.key),
         device="cuda", weights="fp8",
     )  # fmt: skip
     links = open_group(spec)
     group = links.compute
     try:
-        found = check_tiny(args.tiny, group, "cuda")
-        if args.rank == 0:
-            print("RESULT " + json.dumps({"check": found}), flush=True)
+        cosine = check_group(gpt_oss_config(args.model, CHECKED_LAYERS), group, "cuda", CHECKED_TOKENS, 1024)
+        if cosine is not None:
+            print("RESULT " + json.dumps({"check": f"cosine to one rank alone {cosine:.6f}", "ok": cosine > LEAST_COSINE}), flush=True)
         for ep in (args.tp, 1):
             for result in time_layout(args.model, args.tokens, group, ep, (1, 2, 4), None, args.layers_unique):
                 if args.rank == 0:
@@ -172,11 +195,9 @@ def run_group(model: str, tp: int, tokens: int, unique: int) -> list[dict]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
-        write_random_fixture(Path(folder), vocab_size=1024, num_layers=4)
-        convert_checkpoint(Path(folder))
         command = [
             sys.executable, __file__, "--tp", str(tp), "--model", model, "--tokens", str(tokens), "--layers-unique", str(unique),
-            "--rendezvous", rendezvous, "--key", os.urandom(32).hex(), "--tiny", folder,
+            "--rendezvous", rendezvous, "--key", os.urandom(32).hex(),
         ]  # fmt: skip
         logs = [open(Path(folder) / f"rank{rank}.log", "w+") for rank in range(tp)]  # noqa: SIM115 - closed below
         ranks = [
@@ -218,7 +239,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="internal: this process is a rank")
     parser.add_argument("--rendezvous", default="")
     parser.add_argument("--key", default="")
-    parser.add_argument("--tiny", type=Path, default=Path("."))
     args = parser.parse_args()
     if args.compile:
         compile_ahead(args.model, args.tp, args.tokens)

@@ -1,6 +1,6 @@
 """Runs the prefill forward with every kernel checked against its CPU twin on the very same inputs, and names the first that departs.
 
-    python3 benchmarks/prefill_shadow.py
+    python3 benchmarks/prefill_shadow.py [number of one set of sizes]
 
 Random checkpoints of odd sizes, whole prompts and later chunks. Slow on purpose (every input is copied to the host): for finding a defect,
 and as a check at sizes that no other check covers. Memory that a kernel might read or leave unwritten is NaN.
@@ -9,6 +9,7 @@ and as a check at sizes that no other check covers. Memory that a kernel might r
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,19 +196,26 @@ def run_sizes(device: str, size: dict[str, int], projections: Projections = "bf1
     return config, shadow
 
 
+def check_size(device: str, size: dict[str, int], projections: Projections) -> str:
+    """One line: the first op that departs, or the largest error."""
+    config, shadow = run_sizes(device, size, projections)
+    label = f"C{config.hidden_size} I{config.intermediate_size} E{config.num_experts} H{config.num_qo_heads}/{config.num_kv_heads}"
+    if shadow.departures:
+        return f"FAIL {label} {projections}: first {shadow.departures[0]}, {len(shadow.departures)} in all"
+    worst = max(shadow.worst.items(), key=lambda item: item[1])
+    return f"ok   {label} {projections}: {shadow.calls} calls, worst {worst[0]} {worst[1]:.1e}"
+
+
 def check_sizes(device: str = "cuda") -> Iterator[str]:
-    """Yields one line per set of sizes: the first op that departs, or the largest errors."""
+    """Every set of sizes with both kinds of projections. Compiles some fifty GEMMs, minutes the first time."""
     for size in SIZES:
         for projections in ("fp8", "bf16_qkv"):
-            config, shadow = run_sizes(device, size, projections)
-            label = f"C{config.hidden_size} I{config.intermediate_size} E{config.num_experts} H{config.num_qo_heads}/{config.num_kv_heads}"
-            if shadow.departures:
-                yield f"FAIL {label} {projections}: first {shadow.departures[0]}, {len(shadow.departures)} in all"
-            else:
-                worst = max(shadow.worst.items(), key=lambda item: item[1])
-                yield f"ok   {label} {projections}: {shadow.calls} calls, worst {worst[0]} {worst[1]:.1e}"
+            yield check_size(device, size, projections)
 
 
 if __name__ == "__main__":
-    for line in check_sizes():
-        print(line, flush=True)
+    if len(sys.argv) == 2:  # the number of one set of sizes, with the projections that are served
+        print(check_size("cuda", SIZES[int(sys.argv[1])], "bf16_qkv"), flush=True)
+    else:
+        for line in check_sizes():
+            print(line, flush=True)

@@ -47,7 +47,10 @@ def open_device_group(star: ParallelGroup, *, backend: str = "nccl") -> tuple[To
     group = TorchGroup()
 
     def end() -> None:
-        dist.destroy_process_group()
+        if backend == "nccl":
+            dist.distributed_c10d._get_default_group().abort()  # leaving in order would wait for a rank that is gone
+        else:
+            dist.destroy_process_group()
         if star.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 

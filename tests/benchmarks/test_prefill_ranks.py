@@ -1,0 +1,35 @@
+"""The parts of a rank that the benchmark cuts out of one GPU's weights give that GPU's logits."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import prefill_random
+from benchmarks.prefill_ranks import LEAST_COSINE, check_group, rank_weights
+from tests.support.thread_group import run_ranks
+
+SMALL = replace(
+    prefill_random.gpt_oss_config("20b", 2), hidden_size=256, intermediate_size=192, num_experts=8, num_qo_heads=8, num_kv_heads=2,
+    vocab_size=512,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _few_random_values(monkeypatch):
+    monkeypatch.setattr(prefill_random, "PAYLOAD_VALUES", 1 << 20)
+
+
+def test_a_group_of_slices_gives_one_rank_s_logits():
+    cosine, other = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64))
+    assert cosine > LEAST_COSINE
+    assert other is None
+
+
+@pytest.mark.parametrize(("ep", "experts", "inner"), [(2, 4, 192), (1, 8, 64)])
+def test_random_weights_of_a_rank_have_its_shapes(ep, experts, inner):
+    weights = rank_weights(SMALL, tp=2, ep=ep, rank=1, device="cpu", unique_layers=1)
+    layer = weights.layers[0]
+    assert layer.gate_up.values.shape == (experts, 2 * inner, 384)
+    assert layer.first_expert == (4 if ep == 2 else 0)
+    assert (layer.qkv.shape[0], layer.num_kv_heads, layer.router.shape[0]) == (6 * 64, 1, 16)
+    assert weights.lm_head.shape[0] == 256
