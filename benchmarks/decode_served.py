@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from common.errors import ServingError
 from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from model.batch import SequenceView, build_decode_batch, build_prefill_batch
@@ -18,7 +19,7 @@ from model.build import build_model
 from model.decode_step import StepRows
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
-from model.parallel import LocalGroup
+from model.parallel import LocalGroup, ParallelGroup
 from model.sampling import SamplingState, TokenChoice
 from model.trained_fixture import PACKED, read_packed, write_trained_fixture
 from model.weights import load_shard
@@ -43,22 +44,33 @@ class Running:
         return SequenceView(self.tokens[-1:], position, self.blocks, first, self.blocks[first:last])
 
 
-def check_served(device: str = "cuda") -> str:
+def told(group: ParallelGroup, choices: list[TokenChoice | ServingError] | None, count: int) -> list[int]:
+    """Rank 0's tokens, on every rank."""
+    assert all(isinstance(choice, TokenChoice) for choice in choices or []), choices
+    tokens = [float(choice.token_id) for choice in choices or [] if isinstance(choice, TokenChoice)]
+    return [int(token) for token in group.all_reduce(torch.tensor(tokens or [0.0] * count))]
+
+
+def check_served(device: str = "cuda", group: ParallelGroup | None = None) -> str:
     """Greedy tokens of sequences that join one after the other and leave in another order.
 
+    Units: group: the ranks that serve the model together; all of them call this
     Returns: a line for the table
     Raises: AssertionError where a token is not the plain forward's likeliest, but for what bf16 blurs
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         write_trained_fixture(path)
-        spec = RankSpec("decode", "g", "decode", str(path), 1, 1, 0, "", 1, b"", device=device, max_batch=4, max_model_len=1024)
-        built = build_model(spec, LocalGroup())
+        group = group or LocalGroup()
+        size, rank = group.size, group.rank
+        spec = RankSpec("decode", "g", "decode", str(path), size, size, rank, "", 1, b"", device=device, max_batch=4, max_model_len=1024)
+        built = build_model(spec, group)
         config = built.config
         weights = load_shard(path, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="mxfp4")
     plain = GptOss(config, weights, LocalGroup(), "cpu")
     host = KVCache(config.kv_geometry(BLOCK_SIZE, "float32"), 1, 0, BLOCKS, BLOCKS, "cpu")
-    kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), 1, 0, BLOCKS, BLOCKS, device)
+    kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), size, rank, BLOCKS, BLOCKS, device)
+    heads = slice(kv.head_range.start, kv.head_range.start + kv.head_range.count)
     step = built.decode_step(kv, device)
     known = read_packed(PACKED)[1]["official_ids"].tolist()
     generator = torch.Generator().manual_seed(5)
@@ -73,7 +85,7 @@ def check_served(device: str = "cuda") -> str:
         logits = plain.forward(build_prefill_batch(view, BLOCK_SIZE, "cpu"), host)
         running.tokens.append(int(logits[0].argmax()))
         for mine, theirs in ((kv.full, host.full), (kv.sliding, host.sliding)):
-            mine[:, blocks] = theirs[:, blocks].to(mine.dtype).to(mine.device)
+            mine[:, blocks] = theirs[:, blocks, :, heads].to(mine.dtype).to(mine.device)
         return running
 
     waiting, running, done, agreed, picked = list(PROMPTS), [], [], 0, 0
@@ -82,15 +94,15 @@ def check_served(device: str = "cuda") -> str:
             running.append(admit(waiting.pop(0)))
         views = [sequence.view(config.window_tokens) for sequence in running]
         logits = plain.forward(build_decode_batch(views, BLOCK_SIZE, "cpu"), host)
-        step.launch(StepRows(views, [id(one) for one in running], [False] * len(running), True), [one.state for one in running])
-        choices = step.finish()
-        assert choices is not None
-        for sequence, choice, row in zip(running, choices, logits, strict=True):
-            assert isinstance(choice, TokenChoice), choice
-            sequence.errors.append(float((row.max() - row[choice.token_id]) / row.std()))
-            agreed, picked = agreed + int(choice.token_id == int(row.argmax())), picked + 1
-            sequence.tokens.append(choice.token_id)
-            sequence.state.record(choice.token_id)
+        step.launch(
+            StepRows(views, [id(one) for one in running], [False] * len(running), True),
+            [one.state for one in running] if rank == 0 else None,
+        )
+        for sequence, token, row in zip(running, told(group, step.finish(), len(running)), logits, strict=True):
+            sequence.errors.append(float((row.max() - row[token]) / row.std()))
+            agreed, picked = agreed + int(token == int(row.argmax())), picked + 1
+            sequence.tokens.append(token)
+            sequence.state.record(token)
         done += [sequence for sequence in running if sequence.state.num_output == STEPS]
         running = [sequence for sequence in running if sequence.state.num_output < STEPS]
     worst = max(error for sequence in done for error in sequence.errors)
