@@ -167,6 +167,11 @@ def measure(count: int, busy: float, seed: int) -> dict:
         "noise": noise,
         "errors": errors_of(rows),
         "against_simulation": compare(rows, simulate(config, profile, load, overhead_ms, noise, seed)),
+        "rows": [
+            {"prompt": row.prompt, "output": row.output, "ttft_ms": round(row.ttft_ms, 2)}
+            | {f"{side}_{term}": getattr(getattr(row, side), term) for side in ("predicted", "actual") for term in TERMS}
+            for row in rows
+        ],
         "profile": profile.model_dump(mode="json"),
     }
 

@@ -108,9 +108,7 @@ def _is_less(candidate: Candidate, failed: Candidate) -> bool:
 
 
 def _answer(outcomes: list[Outcome]) -> Answer:
-    good = sorted(
-        (o for o in outcomes if o.meets), key=lambda o: (o.candidate.usd_per_hour, -o.summary.attainment, o.summary.ttft_ms["p99"])
-    )
+    good = sorted((outcome for outcome in outcomes if outcome.meets), key=_goodness)
     closest = max(outcomes, key=lambda outcome: outcome.summary.attainment, default=None)
     if not good:
         return Answer(None, None, None, None, closest, len(outcomes))

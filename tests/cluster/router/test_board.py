@@ -121,6 +121,29 @@ def test_entries_follow_any_history(history):
         check(pools, board, now_s, priority=number % 3)
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 4000)), max_size=40), st.sampled_from([0, 1]))
+def test_work_added_to_a_pool_never_makes_it_look_better(work, where):
+    """Prefill work of any size on any group or in the queue; equal sequences on whichever decode group is the next to get one."""
+    pools, tokens = make_pools(groups=3), 3000
+    board = Board(pools, PROFILE)
+    prefill, decode = list(pools.prefill.values())[where], list(pools.decode.values())[where]
+    wait_ms = itl_ms = 0.0
+    for serial, (is_queued, which, service_ms) in enumerate(work):
+        if is_queued:
+            prefill.queue.push(Ticket(10, float(service_ms), 1e9, 1.0))
+        else:
+            group = prefill.order.items()[which % 3]
+            group.book.give(serial, float(service_ms), 1.0)
+            prefill.refresh(group)
+        best = decode.order.first()
+        best.book.attach(serial, tokens)
+        decode.refresh(best)
+        before, wait_ms = wait_ms, board.prefill(SHAPE, 1.0).wait_ms[where]
+        assert wait_ms >= before - 1e-6
+        before, itl_ms = itl_ms, board.decode(SHAPE, 1.0).itl_ms[where]
+        assert itl_ms >= before - 1e-9
+
+
 def test_left_out_groups_count_for_this_choice_only():
     pools = make_pools()
     board = Board(pools, PROFILE)

@@ -104,6 +104,16 @@ def test_load_or_price_added_to_a_loser_never_makes_it_win(prefill_params, decod
         assert names(decide(prefills, [busier if e is d else e for e in decodes], w, seed=seed))[1] != d.pool.spec.name
 
 
+@given(prefill_lists, decode_lists, weights, seeds, st.floats(0.05, 1))
+def test_a_pool_that_gets_faster_at_the_same_price_is_never_chosen_less(prefill_params, decode_params, w, seed, factor):
+    prefills, decodes = offers(prefill_params, decode_params)
+    row, column = decide(prefills, decodes, w, seed=seed).chosen
+    faster = [replace(p, prefill_ms=p.prefill_ms * factor) if i == row else p for i, p in enumerate(prefills)]
+    assert decide(faster, decodes, w, seed=seed).chosen[0] == row or factor > 1 - 1e-6
+    quicker = [replace(d, itl_ms=d.itl_ms * factor) if j == column else d for j, d in enumerate(decodes)]
+    assert decide(prefills, quicker, w, seed=seed).chosen[1] == column or factor > 1 - 1e-6
+
+
 @given(prefill_lists, decode_lists, weights, seeds)
 def test_same_state_and_seed_give_the_same_decision(prefill_params, decode_params, w, seed):
     first, second = (decide(*offers(prefill_params, decode_params), w, seed=seed) for _ in range(2))

@@ -156,6 +156,18 @@ def test_wait_is_the_level_to_which_the_work_fills_up():
     assert wait_until_free_ms([], 5.0) == float("inf")
 
 
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(-100, 100)), min_size=2, max_size=40))
+def test_nobody_is_overtaken_by_who_came_later_than_its_priority_is_worth(arrivals):
+    line = queue()
+    for at_s, priority in arrivals:
+        line.push(ticket(at_s, priority=priority))
+    handed_out = [line.pop(0.0) for _ in arrivals]
+    for i, after in enumerate(handed_out):
+        for before in handed_out[:i]:
+            head_start_s = (before.priority - after.priority) * AGEING_S_PER_LEVEL
+            assert before.enqueued_s - after.enqueued_s <= head_start_s + 1e-9
+
+
 @given(st.lists(st.floats(0, 1e5), min_size=1, max_size=16), st.floats(0, 1e6), st.integers(0, 15), st.floats(0, 1e5))
 def test_more_work_or_busier_groups_never_shorten_the_wait(busy, ahead, which, more):
     before = wait_until_free_ms(sorted(busy), ahead)
