@@ -19,8 +19,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,19 +29,28 @@ from benchmarks.prefill_checks import check_rows, normal, poison_memory, random_
 from benchmarks.prefill_kernels import time_us
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, make_cache, random_prompt, uniform_logits
 from benchmarks.prefill_ranks import run_group
-from benchmarks.prefill_variants import fast_swiglu, packed_window, permute_and_zero, swiglu_and_zero, tiled_window, using
+from benchmarks.prefill_variants import WindowAttention, fast_swiglu, packed_window, permute_and_zero, swiglu_and_zero, tiled_window, using
 from kernels.attention_prompt import window_attention
 from kernels.moe_prefill import swiglu_quantize
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
+from model.batch import StepBatch
+from model.kv_cache import KVCache
 from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
+from model.prefill_weights import PrefillWeights
 
 RUNS, WARM, DISTINCT_LAYERS = 5, 2, 4
 SHADOWED = (0, 1)  # sets of sizes in `prefill_shadow.py`: those whose GEMMs compile in seconds
 HERE = Path(__file__).parent
-PACKED = {f"packed {t} tokens, {n} keys, {w} warps": (t, n, w) for t, n, w in ((16, 32, 4), (16, 64, 4), (32, 32, 8), (32, 64, 8))}
-TILED = {f"one head {m}x{n}, {w} warps": (m, n, w) for m, n, w in ((128, 64, 8), (64, 64, 4))}
+GRAPH_TOKENS = 2048
+WINDOWS: dict[str, Callable[[], WindowAttention]] = {
+    **{
+        f"packed {t} tokens, {n} keys, {w} warps": partial(packed_window, t, n, w)
+        for t, n, w in ((16, 32, 4), (16, 64, 4), (32, 32, 8), (32, 64, 8))
+    },
+    **{f"one head {m}x{n}, {w} warps": partial(tiled_window, m, n, w) for m, n, w in ((128, 64, 8), (64, 64, 4))},
+}
 
 
 class Report:
@@ -77,10 +86,8 @@ def window_kernels(report: Report) -> str:
     served = time_us(lambda: window_attention(q, k, v, sinks, 128))
     report.say(f"sliding attention, 8,192 tokens: in use {served:.0f} us (predicted: best packed 110)")
     times = {"in use": served}
-    for name, attend in (
-        *((name, packed_window(*tile)) for name, tile in PACKED.items()),
-        *((name, tiled_window(*tile)) for name, tile in TILED.items()),
-    ):
+    for name, make in WINDOWS.items():
+        attend = make()
         poison_memory()
         got = attend(q, k, v, sinks, 128).float()
         odd = attend(q[:77], k[:200], v[:200], sinks, 128).float()
@@ -134,7 +141,8 @@ class Variant:
 def variants_at(tokens: int, window: str) -> list[Variant]:
     chosen = None if window == "in use" else window
     if tokens == 1024:
-        return [Variant("expert tiles of 64 rows", "-1.5", alignment=64), Variant("zero padding rows", "-0.3", zero=True)]
+        tiles = [Variant(f"expert tiles of {rows} rows", predicted, alignment=rows) for rows, predicted in ((64, "-1.5"), (32, "-2"))]
+        return [*tiles, Variant("zero padding rows", "-0.3", zero=True)]
     packed, zero, fast = ("-1.7", "-2", "-1.4") if tokens == 8192 else ("-7", "-2", "-5")
     return [
         Variant(f"sliding: {window}", packed, window=chosen),
@@ -144,43 +152,48 @@ def variants_at(tokens: int, window: str) -> list[Variant]:
     ]
 
 
-def whole_model(report: Report, model: str, tokens: int, weights, window: str) -> None:
+def whole_model(report: Report, model: str, tokens: int, weights: PrefillWeights, window: str) -> None:
+    """Every variant at one length, a section each."""
     config = gpt_oss_config(model)
-    attend = {name: packed_window(*tile) for name, tile in PACKED.items()} | {name: tiled_window(*tile) for name, tile in TILED.items()}
     prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + WARM)]
     kv, offset = make_cache(config, -(-tokens // BLOCK_SIZE), "cuda"), uniform_logits(config, tokens, "cuda", 2)
     served: list[float] = []
-    for variant in (Variant("as served", ""), *variants_at(tokens, window), Variant("as served again", "")):
+
+    def measure(variant: Variant) -> None:
         prefill = CudaPrefill(
             config, weights, LocalGroup(), block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, row_alignment=variant.alignment
         )  # fmt: skip
         prefill.logit_offset = offset
-        changed = variant.window is not None or variant.zero or variant.fast
-        window_op = attend[variant.window] if variant.window else None
-        with using(window=window_op, zero_padding=variant.zero, fast=variant.fast) if changed else nullcontext():
-            graph = None
-            if tokens <= 2048:
-                with torch.no_grad():
-                    graph = PrefillGraph(prefill, tokens, prompts[0], kv)
-            times = []
-            for prompt in prompts:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                logits = graph.forward(prompt) if graph else prefill.forward(prompt, kv)
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - start) * 1e3)
-                assert logits is None or bool(logits.isfinite().all()), "logits are not finite"
-        kept = sorted(times[WARM:])
-        median = statistics.median(kept)
-        served = served or kept
-        against = (
-            f"{median - statistics.median(served):+7.2f} (predicted {variant.predicted})" if changed or variant.alignment != 128 else ""
-        )
-        report.say(f"  {model} {tokens:6d} {variant.name:44s} {median:8.2f} ms ({kept[0]:.2f} to {kept[-1]:.2f}) {against}")
+        with using(window=WINDOWS[variant.window]() if variant.window else None, zero_padding=variant.zero, fast=variant.fast):
+            times = _times(prefill, prompts, kv)
+        median = statistics.median(times)
+        served.append(median)
+        against = f"{median - served[0]:+7.2f} (predicted {variant.predicted})" if variant.predicted else ""
+        report.say(f"  {model} {tokens:6d} {variant.name:44s} {median:8.2f} ms ({times[0]:.2f} to {times[-1]:.2f}) {against}")
         report.record(
-            model=f"gpt-oss-{model}", tokens=tokens, variant=variant.name, median_ms=round(median, 3), min_ms=round(kept[0], 3),
-            max_ms=round(kept[-1], 3), runs=len(kept),
+            model=f"gpt-oss-{model}", tokens=tokens, variant=variant.name, median_ms=round(median, 3), min_ms=round(times[0], 3),
+            max_ms=round(times[-1], 3), runs=len(times),
         )  # fmt: skip
+
+    for variant in (Variant("as served", ""), *variants_at(tokens, window), Variant("as served again", "")):
+        report.section(variant.name, lambda v=variant: measure(v))
+
+
+def _times(prefill: CudaPrefill, prompts: list[StepBatch], kv: KVCache) -> list[float]:
+    """ms of each prompt after the warm ones, rising; short prompts by a CUDA graph, as they are served."""
+    graph = None
+    if prompts[0].token_ids.shape[0] <= GRAPH_TOKENS:
+        with torch.no_grad():
+            graph = PrefillGraph(prefill, prompts[0].token_ids.shape[0], prompts[0], kv)
+    times = []
+    for prompt in prompts:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        logits = graph.forward(prompt) if graph else prefill.forward(prompt, kv)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+        assert logits is None or bool(logits.isfinite().all()), "logits are not finite"
+    return sorted(times[WARM:])
 
 
 def ranks(report: Report, tp: int) -> None:

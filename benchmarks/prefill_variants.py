@@ -18,8 +18,10 @@ import model.prefill_pieces
 from kernels.moe_prefill import ExpertRows, permute_rows, swiglu_quantize
 from kernels.quantize import empty_fp8_rows
 
+WindowAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
-def packed_window(tokens: int, block_n: int, num_warps: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
+
+def packed_window(tokens: int, block_n: int, num_warps: int) -> WindowAttention:
     """`window_attention` by tiles of all heads of a group. Units: tokens: of a tile"""
     from kernels.triton_ops.packed_window_attention import launch_packed_window_attention
 
@@ -33,7 +35,7 @@ def packed_window(tokens: int, block_n: int, num_warps: int) -> Callable[[Tensor
     return attend
 
 
-def tiled_window(block_m: int, block_n: int, num_warps: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
+def tiled_window(block_m: int, block_n: int, num_warps: int) -> WindowAttention:
     """`window_attention` with other tiles of one head."""
     from kernels.triton_ops.window_attention import launch_window_attention
 
