@@ -35,6 +35,8 @@ class Reply {
   }
 
   onDelta(delta) {
+    const log = $("messages");
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // whoever has scrolled back reads there
     if (delta.reasoning_content) {
       this.message.reasoning_content = (this.message.reasoning_content ?? "") + delta.reasoning_content;
       this.part("reasoning").append(delta.reasoning_content);
@@ -44,10 +46,10 @@ class Reply {
       this.part("content").append(delta.content);
     }
     for (const call of delta.tool_calls ?? []) {
-      if (call.function.name) this.part("call").append(`\u2192 ${call.function.name} `);
+      if (call.function.name) this.part("call").append(`${call.index ? "\n" : ""}\u2192 ${call.function.name} `);
       this.part("call").append(call.function.arguments);
     }
-    $("messages").scrollTop = $("messages").scrollHeight;
+    if (follows) log.scrollTop = log.scrollHeight;
   }
 }
 
@@ -69,11 +71,13 @@ async function* events(response) {
 
 async function ask(text) {
   conversation.push({ role: "user", content: text });
-  add("user").append(text);
+  const said = add("user");
+  said.append(text);
+  said.scrollIntoView({ block: "nearest" });
   const live = new Live(pools.prices());
   const reply = new Reply();
   running = new AbortController();
-  $("send").disabled = true;
+  $("send").hidden = true;
   $("stop").hidden = false;
   try {
     const body = {
@@ -102,7 +106,7 @@ async function ask(text) {
   } finally {
     live.end();
     running = null;
-    $("send").disabled = false;
+    $("send").hidden = false;
     $("stop").hidden = true;
     if (reply.box.childElementCount) conversation.push(reply.message);
     else reply.box.remove();
@@ -114,7 +118,7 @@ function show(name) {
     $(`view-${tab}`).hidden = tab !== name;
     $(`tab-${tab}`).setAttribute("aria-selected", String(tab === name));
   }
-  pools.isShown = name === "pools";
+  pools.show(name === "pools");
 }
 
 async function start() {

@@ -59,18 +59,27 @@ export class Pools {
     this.ask();
   }
 
+  /** Asked at once when the tab opens, then every period while it is open. */
+  show(isShown) {
+    this.isShown = isShown;
+    if (isShown) this.tryRefresh();
+  }
+
   /** Price of one replica [USD per hour] by pool. */
   prices() {
     return new Map(this.found.map((pool) => [pool.name, pool.usd_per_gpu_hour * pool.gpus_per_group]));
   }
 
   async ask() {
+    if (this.isShown || !this.found.length) await this.tryRefresh();
+    setTimeout(() => this.ask(), PERIOD_MS);
+  }
+
+  async tryRefresh() {
     try {
-      if (this.isShown || !this.found.length) await this.refresh();
+      await this.refresh();
     } catch (error) {
       $("pools-state").textContent = `no answer: ${error.message}`;
-    } finally {
-      setTimeout(() => this.ask(), PERIOD_MS);
     }
   }
 

@@ -54,6 +54,7 @@ async def test_chat_route_timeline_and_pools(harmony: HarmonyFormat, pictures: P
         await expect(page.locator(".message .content")).to_contain_text("make four", timeout=WITHIN_MS)
         await page.screenshot(path=pictures / f"running-{width}.png")
         assert not await page.is_hidden("#stop"), "the route and the cost are there while it runs"
+        assert await page.is_hidden("#send")
         await expect(page.locator("#cost")).to_contain_text("$", timeout=WITHIN_MS)
         script.goes_on.set()
         await page.wait_for_selector("#stop", state="hidden")
@@ -67,6 +68,10 @@ async def test_chat_route_timeline_and_pools(harmony: HarmonyFormat, pictures: P
         assert "prefill-tp1" in rows[1]
         assert await page.text_content("#route tr.why") == "costs more"
         assert await page.eval_on_selector_all(".timeline .bar", "bars => bars.length") == 2
+        fits = "(box => box.scrollWidth <= box.clientWidth + 1)(document.querySelector('.scroll'))"
+        assert await page.evaluate(fits), "the whole route is seen"
+        tops = await page.eval_on_selector_all("#effort, #send", "parts => parts.map(part => part.getBoundingClientRect().top)")
+        assert abs(tops[0] - tops[1]) < 20, "one row of controls"
         assert await page.text_content("#tokens") == str(len(ids))
         assert float(await page.text_content("#speed")) > 1
         await page.click("#tab-pools")
