@@ -38,7 +38,7 @@ class FakeController(control_pb2_grpc.DirectoryServicer):
 @asynccontextmanager
 async def listening(controller: FakeController, wire: Wire | None = None):
     wire = wire or Wire()
-    server = grpc.aio.server(interceptors=wire.guards(NEEDS, Role.INTERNAL))
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=wire.guards(NEEDS, Role.INTERNAL))
     control_pb2_grpc.add_DirectoryServicer_to_server(controller, server)
     port = wire.bind(server, "127.0.0.1:0", internal=True)
     await server.start()

@@ -187,7 +187,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 @contextlib.asynccontextmanager
 async def running_router(script: Callable[[Request, int], Script]) -> AsyncIterator[FakeRouter]:
     router = FakeRouter(script)
-    server = grpc.aio.server(options=(("grpc.max_receive_message_length", 16 << 20),))
+    server = grpc.aio.server(options=(("grpc.max_receive_message_length", 16 << 20), ("grpc.so_reuseport", 0)))  # a port of its own
     router_pb2_grpc.add_RouterServicer_to_server(router, server)
     router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
