@@ -259,7 +259,8 @@ def parse_config(tree: Any, overrides: tuple[str, ...] | list[str] = ()) -> Conf
 
 
 def load_config(path: Path, overrides: tuple[str, ...] | list[str] = ()) -> Config:
-    """Reads one YAML file. Relative paths in it are taken from the current directory.
+    """Reads one YAML file. Relative paths in it are taken from the current directory, and `~` from the home: absolute from then on, since
+    other processes that are handed the tree stand elsewhere.
 
     Raises: ConfigError naming the file and the key
     """
@@ -267,7 +268,17 @@ def load_config(path: Path, overrides: tuple[str, ...] | list[str] = ()) -> Conf
         tree = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(f"config {path}: {' '.join(str(exc).split())}") from exc
-    return parse_config(tree, overrides)
+    return _anchored(parse_config(tree, overrides))
+
+
+def _anchored(value: Any) -> Any:
+    if isinstance(value, Path):
+        return Path.cwd() / value.expanduser()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_anchored, value))
+    if isinstance(value, Node):
+        return value.model_copy(update={name: _anchored(getattr(value, name)) for name in value.model_fields_set})
+    return value
 
 
 def _apply_override(tree: dict, override: str) -> None:

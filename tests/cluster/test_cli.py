@@ -36,6 +36,13 @@ def test_debug_shows_where_it_came_from():
     assert "Traceback" in tandem("--debug", "up", "--config", "absent.yaml").stderr
 
 
+def test_the_vocabulary_can_be_written_for_hosts_that_have_none(tmp_path):
+    from frontend.vocab import find_vocabulary
+
+    assert tandem("fixture", "vocabulary", str(tmp_path / "v")).returncode == 0
+    assert find_vocabulary(tmp_path / "v").parent == tmp_path / "v"
+
+
 @pytest.mark.slow
 def test_generate_status_and_route_speak_to_the_router(local_cluster):
     router = ("--router", local_cluster.router)

@@ -68,3 +68,14 @@ def test_the_tree_is_frozen_and_round_trips():
     with pytest.raises(ValueError, match="frozen"):
         config.kv.block_size = 32
     assert parse_config(yaml.safe_load(config.model_dump_json())) == config
+
+
+def test_paths_of_a_file_stand_for_the_same_place_wherever_the_tree_is_handed_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    pools = "[{name: p, role: prefill}, {name: d, role: decode}]"
+    Path("c.yaml").write_text(f"model: {{path: models/tiny, vocab: /v}}\npools: {pools}\ncluster: {{key_file: ~/keys}}\n")
+    config = load_config(Path("c.yaml"))
+    assert (config.model.path, config.model.vocab) == (tmp_path / "models" / "tiny", Path("/v"))
+    assert config.cluster.key_file == Path("/home/somebody/keys")
+    assert [pool.name for pool in config.pools] == ["p", "d"]
