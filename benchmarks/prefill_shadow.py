@@ -96,7 +96,7 @@ class Shadow:
         got, expected = got.nan_to_num(0.0), expected.nan_to_num(0.0)
         error = float((got - expected).norm() / expected.norm().clamp(min=1e-9)) if same_places else float("inf")
         self.worst[op] = max(self.worst.get(op, 0.0), error)
-        if error > self._tolerance:
+        if not error <= self._tolerance:  # NaN too
             self.departures.append(Departure(op, self.calls, what, error))
 
 
