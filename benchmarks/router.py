@@ -1,4 +1,4 @@
-"""Router throughput with fake engines: tokens/s streamed through one router process, and whole plans/s of the choice.
+"""Router throughput with fake engines: tokens/s streamed through one router process.
 
 Three processes: fake prefill and decode groups, the router, the client; so two cores carry all three. The decode group sends one frame per
 step with all streams' tokens; the router sends one message per stream and step while the client keeps up.
@@ -14,25 +14,15 @@ import json
 import multiprocessing
 import os
 import platform
-import random
 import statistics
 import time
-from collections import deque
 from pathlib import Path
 
 import grpc
 
-from cluster.cost_model import PoolSpec, Shape
-from cluster.profile import builtin_profile
-from cluster.router.chooser import Chooser, Objective
-from cluster.router.pool import PoolSet
-from common.kv_layout import KVGeometry
 from common.proto import router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup
 from tests.support.router_bed import make_router, request_of, until
-from tests.support.still_groups import add_decode, add_prefill
-
-KV_120B = KVGeometry(36, 8, 64, 16, "bfloat16", 128, (True, False) * 18)
 
 
 class LeanDecodeGroup(FakeDecodeGroup):
@@ -136,46 +126,6 @@ async def _is_ready(stub) -> bool:
     return sum(group.healthy for group in loads.groups) == 2
 
 
-def measure_choices(pools: int, groups: int, seconds: float) -> dict:
-    """Whole plans per CPU second among `pools` pools of each role with `groups` groups each. Requests differ in length. Every plan is
-    carried out, so that the next one sees another state; 8 requests per group are on their way at any time."""
-    profile, found = builtin_profile(36, on_cuda=True), PoolSet()
-    for i in range(pools):
-        tp = (1, 2, 4, 8)[i % 4]
-        add_prefill(found, PoolSpec(f"p{i}", tp=tp, ep=tp, weights="fp8"), profile, groups)
-        add_decode(found, PoolSpec(f"d{i}", tp=tp, ep=tp, capacity_tokens=1 << 20, kv=KV_120B), profile, groups)
-    chooser = Chooser(found, profile, Objective(), seed=0)
-    aim, rng = chooser.aim_of(None, None, None), random.Random(0)
-    lengths = [(rng.randint(50, 16_000), rng.randint(2, 800)) for _ in range(997)]
-    shapes = [Shape(prompt, output, prompt + output) for prompt, output in lengths]
-    running: deque[tuple] = deque()
-    planning, began, count, now_s = 0.0, time.process_time(), 0, 0.0
-    while time.process_time() - began < seconds:
-        now_s, count = now_s + 1e-4, count + 1
-        shape = shapes[count % len(shapes)]
-        before = time.process_time()
-        decision = chooser.plan(shape, aim, now_s, number=count)
-        planning += time.process_time() - before
-        prefill, decode = found.prefill[decision.prefill_pool.name], found.decode[decision.decode_pool.name]
-        giver, taker = prefill.order.first(), next(decode.by_room(shape.worst, decision.seed))
-        giver.book.give(count, decision.prefill_ms, now_s)
-        taker.book.attach(count, shape.prompt)
-        running.append((count, prefill, giver, decode, taker))
-        done = [running.popleft()] if len(running) > 8 * pools * groups else []
-        for number, _, giver, _, taker in done:
-            giver.book.take_back(number, now_s)
-            taker.book.detach(number)
-        for _, prefill, giver, decode, taker in (running[-1], *done):
-            prefill.refresh(giver)
-            decode.refresh(taker)
-    return {
-        "pools": pools,
-        "groups_per_pool": groups,
-        "plans_per_s": count / planning,
-        "with_bookkeeping_per_s": count / (time.process_time() - began),
-    }
-
-
 def measure(streams: int, step_ms: float, seconds: float) -> dict:
     context = multiprocessing.get_context("spawn")
     group_pipe, group_end = context.Pipe()
@@ -214,13 +164,6 @@ def main() -> None:
                 f"{r['router_cpu_us_per_token']:16.1f} {r['router_cpu_share']:11.2f} {r['client_cpu_share']:11.2f} "
                 f"{r['gap_p50_ms']:8.2f} {r['gap_p99_ms']:11.2f}"
             )
-    for pools, groups in ((1, 16), (4, 4), (16, 1), (16, 16)):
-        record = measure_choices(pools, groups, min(args.seconds, 2.0))
-        records.append(record)
-        print(
-            f"whole plan among {pools} x {pools} pools of {groups} groups: {record['plans_per_s']:.0f}/s on one core, "
-            f"{record['with_bookkeeping_per_s']:.0f}/s with the state that it changes"
-        )
     if args.out is not None:
         facts = {
             "cores": os.cpu_count(),
