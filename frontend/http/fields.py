@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from common.errors import InvalidRequestError
 from common.requests import MAX_LOGPROBS, MAX_N, MAX_STOP_BYTES, MAX_STOP_STRINGS
 from frontend.http.errors import HttpError
+from frontend.text_encoder import replace_surrogates
 
 _INT64_MAX = 2**63 - 1
 _MAX_VALUES = 200_000  # of one body, counted roughly before it is parsed: the parser holds the event loop
@@ -77,11 +78,17 @@ class RequestModel(BaseModel):
 
 
 def read_json_object(body: bytes) -> dict[str, Any]:
-    """The body's JSON object. Raises: HttpError 400 if it is something else, 413 if it has too many values."""
+    """The body's JSON object, lone surrogates in it replaced by U+FFFD: what is said back must have a UTF-8 form.
+
+    Raises: HttpError 400 if it is something else, 413 if it has too many values
+    """
     if body.count(b",") + body.count(b"{") + body.count(b"[") > _MAX_VALUES:
         raise HttpError(413, f"the body has more than {_MAX_VALUES} commas and brackets", code="request_too_large")
     try:
-        value = json.loads(body, parse_float=_finite, parse_constant=_refuse_constant)
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+        if "\\ud" in text or "\\uD" in text:  # only an escape can bring one in
+            value = json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and numbers without end are ValueErrors
         reason = "nested too deep" if isinstance(exc, RecursionError) else str(exc)[:200]
         raise HttpError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None

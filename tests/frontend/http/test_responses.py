@@ -142,3 +142,22 @@ async def test_wrong_fields_are_refused_by_name(start, fields: dict[str, Any], p
     response = await stack.http.post("/v1/responses", json={"model": "gpt-oss-20b", "input": "hi", **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_characters_of_the_client_come_back_replaced(start, ids_of, stream: bool):
+    stack = await start(ANSWER)
+    fields = {"instructions": "a\ud800", "metadata": {"\udc00k": "\ud83d\ude00\ud83d"}, "user": "\udfff"}
+    body = json.dumps({"model": "gpt-oss-20b", "input": "hi", "stream": stream} | fields).encode()
+    response = await stack.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200
+    answer = events(response.text)[-1]["response"] if stream else response.json()
+    assert answer["instructions"] == "a�"
+    assert answer["metadata"] == {"�k": "😀�"}
+
+
+async def test_a_body_that_is_no_utf_8_is_refused(start):
+    stack = await start(ANSWER)
+    for body in (b'{"model": "gpt-oss-20b", "input": "\xed\xa0\x80"}', '{"input": "hi"}'.encode("utf-16")):
+        response = await stack.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
