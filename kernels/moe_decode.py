@@ -37,7 +37,7 @@ class ExpertWeights:
 
     Shapes: gate_up [E, 2I/32, C/32, 544] uint8; gate_up_bias [E, 2I] bf16, interleaved as in the checkpoint
     Shapes: down [E, C/32, I/32, 544] uint8; down_bias [E, C] bf16
-    Units: first_expert: global id of local expert 0
+    Units: first_expert: global id of local expert 0; all_experts: of all ranks, 0 if these are all
     """
 
     gate_up: Tensor
@@ -45,6 +45,7 @@ class ExpertWeights:
     down: Tensor
     down_bias: Tensor
     first_expert: int = 0
+    all_experts: int = 0
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor, *, gate_up: bool) -> Tensor:
@@ -145,7 +146,7 @@ def launch_experts(
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
         out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
-        experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
+        experts, weights.all_experts or experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
 
 

@@ -107,6 +107,7 @@ def _pack_layer(layer: LayerShard) -> DecodeLayer:
             pack_mxfp4(*_pad_groups(experts.down, hidden // MXFP4_GROUP), gate_up=False),
             experts.down_bias.bfloat16(),
             experts.first_expert,
+            layer.router.shape[0],
         ),
     )
 

@@ -372,9 +372,9 @@ int launch_moe(MoeArgs a, int blocks, void* stream) {
 // Groups of 8, 16 or 24 tokens. 24 pay only where many experts have more than 16: they took 4% less time than groups of 16 with 16 tokens
 // an expert on average, 9% more with 8.
 template <int WARPS, int UNITS>
-int launch_by_tokens(const MoeArgs& a, int tokens, int blocks, void* stream) {
+int launch_by_tokens(const MoeArgs& a, int tokens, int all_experts, int blocks, void* stream) {
   if (tokens <= 8) return launch_moe<WARPS, UNITS, UNITS, 1, 3>(a, blocks, stream);
-  if (a.pairs < 16 * a.experts) return launch_moe<WARPS, UNITS, UNITS, 2, 3>(a, blocks, stream);
+  if (a.pairs < 16 * all_experts) return launch_moe<WARPS, UNITS, UNITS, 2, 3>(a, blocks, stream);
   return launch_moe<WARPS, UNITS, UNITS / 2, 3, 3>(a, blocks, stream);
 }
 
@@ -383,8 +383,8 @@ int launch_by_tokens(const MoeArgs& a, int tokens, int blocks, void* stream) {
 // Returns a CUDA error code, or -1 for a shape that has no instance. `blocks` must all be resident at once.
 extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
                                   const void* expert_ids, void* hidden, void* out, void* arrived, int tokens, int choices, int columns,
-                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, float alpha, float limit,
-                                  int blocks, void* stream) {
+                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, int all_experts, float alpha,
+                                  float limit, int blocks, void* stream) {
   const Product first = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(gate_up), static_cast<const uint16_t*>(gate_up_bias),
                          static_cast<uint16_t*>(hidden), gate_up_tiles, choices, gate_up_tiles * 16};
   const Product second = {static_cast<const uint16_t*>(hidden), static_cast<const uint8_t*>(down), static_cast<const uint16_t*>(down_bias),
@@ -392,10 +392,10 @@ extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void
   const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived), tokens * choices,
                      first_expert, experts, 0, 1, alpha, limit};
   if (a.pairs > kMaxPairs || experts > kMaxExperts || gate_up_tiles * 16 != columns) return -1;
-  if (columns == 2880) return launch_by_tokens<15, 6>(a, tokens, blocks, stream);
-  if (columns == 256) return launch_by_tokens<4, 2>(a, tokens, blocks, stream);  // the tiny model
+  if (columns == 2880) return launch_by_tokens<15, 6>(a, tokens, all_experts, blocks, stream);
+  if (columns == 256) return launch_by_tokens<4, 2>(a, tokens, all_experts, blocks, stream);  // the tiny model
 #ifdef TANDEM_EMULATE
-  if (columns == 192) return launch_by_tokens<3, 2>(a, tokens, blocks, stream);
+  if (columns == 192) return launch_by_tokens<3, 2>(a, tokens, all_experts, blocks, stream);
 #endif
   return -1;
 }
