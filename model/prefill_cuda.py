@@ -68,6 +68,7 @@ class CudaPrefill:
         self.group = group
         self.row_alignment = row_alignment
         self.block_size = block_size
+        self.max_positions = max_positions
         first = weights.layers[0]
         self.heads = AttentionHeads(first.sinks.shape[0], first.num_kv_heads, config.head_dim)
         inv_freq, concentration = yarn_inv_freq_ref(

@@ -71,6 +71,16 @@ class PrefillGraph:
         self._attention.plan(batch, self.tokens, self._prefill.device)
 
 
+def lengths_up_to(most: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `lengths` that no prompt's end cuts short, and `most` itself where it does: positions past it have no rotation."""
+    return tuple(dict.fromkeys(min(length, most) for length in lengths))
+
+
+def buckets_for(most: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """The buckets that prompts of at most `most` tokens can need. Units: buckets: rising"""
+    return tuple(bucket for index, bucket in enumerate(buckets) if index == 0 or buckets[index - 1] < most)
+
+
 class GraphedPrefill:
     """The forward that a rank serves: graphs for short prompts, eager launches for long ones and for later chunks.
 
@@ -89,10 +99,12 @@ class GraphedPrefill:
     ):
         self._prefill = prefill
         self._kv = kv
-        for tokens in eager_tokens:
+        most = prefill.max_positions
+        for tokens in lengths_up_to(most, eager_tokens):
             prefill.forward(self._warm_batch(tokens), kv)
         # a graph holds its collectives' buffers for good, which the groups of several ranks don't promise
-        self._graphs = [PrefillGraph(prefill, tokens, self._warm_batch(tokens), kv) for tokens in buckets] if group_size == 1 else []
+        kept = buckets_for(most, buckets) if group_size == 1 else ()
+        self._graphs = [PrefillGraph(prefill, tokens, self._warm_batch(min(tokens, most)), kv) for tokens in kept]
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor | None:

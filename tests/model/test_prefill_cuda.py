@@ -21,6 +21,7 @@ from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
+from model.prefill_graph import buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_pieces import cut_pieces
 from model.prefill_weights import pack_experts, prepare_prefill_weights
@@ -141,6 +142,14 @@ def test_a_group_computes_the_same_in_any_number_of_pieces(tiny, exact_formats, 
         sums = [shape for name, shape in calls if name == "all_reduce" and shape[0] > 1]
         sizes = [piece.stop - piece.start for piece in cut_pieces(200, pieces, 1)]
         assert sums == [(size, tiny.config.hidden_size) for size in sizes] * 2 * (tiny.config.num_layers - 1)
+
+
+@pytest.mark.parametrize(("most", "lengths", "kept"), [
+    (131072, (1, 2304, 8192), (128, 256, 512)), (300, (1, 300), (128, 256, 512)), (256, (1, 256), (128, 256)), (64, (1, 64), (128,)),
+])  # fmt: skip
+def test_warming_stays_within_the_longest_prompt(most, lengths, kept):
+    assert lengths_up_to(most, (1, 2304, 8192)) == lengths
+    assert buckets_for(most, (128, 256, 512)) == kept
 
 
 @pytest.mark.parametrize(("tokens", "pieces", "least", "sizes"), [
