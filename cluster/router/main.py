@@ -117,7 +117,7 @@ def build_router(config: Config, wire: Wire = PLAIN, tracing: Tracing | None = N
     retry = RetryLimits(**node.retry.model_dump())
     pools = Pools(
         profile_of(config, facts),
-        [(_role(pool), spec_of_node(config, pool)) for pool in config.pools],
+        specs_of(config),
         router_id=f"router-{secrets.token_hex(8)}",
         limits=QueueLimits(node.queue.max_requests, node.queue.max_prompt_tokens, node.queue.max_wait_s),
         liveness=Liveness(**node.liveness.model_dump()),
@@ -183,6 +183,11 @@ def profile_of(config: Config, facts: ModelFacts) -> Profile:
     if config.router.profile is not None:
         return load_profile(config.router.profile)
     return builtin_profile(facts.num_layers, on_cuda=config.cluster.device != "cpu")
+
+
+def specs_of(config: Config) -> list[tuple[types_pb2.Role, PoolSpec]]:
+    """What a router knows of the pools before it hears from the controller."""
+    return [(_role(pool), spec_of_node(config, pool)) for pool in config.pools]
 
 
 def spec_of_node(config: Config, pool: PoolNode) -> PoolSpec:

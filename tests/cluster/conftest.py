@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -38,21 +37,13 @@ def reference():
 
 @pytest.fixture(scope="module")
 def trained_router(tmp_path_factory):
-    """host:port of a router in front of the shipped trained model, brought up and down by the command itself."""
+    """host:port of a router in front of the shipped trained model."""
     folder = tmp_path_factory.mktemp("trained")
     pools = [
         {"name": "prefill-tp1", "role": "prefill", "kv_blocks": 512, "chunk_tokens": 256},
         {"name": "decode-tp1", "role": "decode", "kv_blocks": 1024, "max_batch": 16},
     ]
     config = cluster_config(folder / "tiny", pools=pools, model={"path": str(folder / "tiny"), "max_model_len": 4096})
-    (folder / "config.json").write_text(config.model_dump_json())
-    environment = {**os.environ, "TANDEM_STATE_DIR": str(folder / "state")}
-
-    def tandem(*args: str) -> str:
-        command = [sys.executable, "-m", "cluster.cli", *args]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    tandem("fixture", "trained", str(folder / "tiny"))
-    started = tandem("up", "--name", "trained", "--config", str(folder / "config.json"))
-    yield started.split()[-1]
-    tandem("down", "--name", "trained")
+    subprocess.run([sys.executable, "-m", "cluster.cli", "fixture", "trained", str(folder / "tiny")], timeout=120, check=True)
+    with running_cluster("trained", folder / "state", config) as cluster:
+        yield cluster.router

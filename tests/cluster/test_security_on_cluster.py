@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.state import load_state
 from common.proto import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from common.wire import Security, Wire
 from tests.support.certificates import Authority, Files
@@ -119,8 +118,7 @@ async def test_a_clients_token_can_not_drain_or_scale_and_no_token_reaches_a_gro
         groups = [g.description for g in (await stub.GetLoads(router_pb2.GetLoadsRequest())).groups]
     async with router_stub(cluster, files, "") as stub:
         assert await status_of(stub.ListPools(router_pb2.ListPoolsRequest())) == "UNAUTHENTICATED"
-    state = load_state("secured")
-    assert state is not None
+    state = cluster.state
     wire = Wire(Security(tls=files.tls(peer_name="tandem.internal")))
     async with wire.channel(str(state.controller_address)) as channel:
         scale = control_pb2_grpc.DirectoryStub(channel).Scale
@@ -161,8 +159,7 @@ async def test_one_request_is_one_trace_through_every_process(secured):
 async def test_every_port_has_an_owner_a_bind_address_and_a_guard(secured):
     """What listens is what `docs/security.md` lists; a stranger without certificate gets nothing from any port of ours but metrics."""
     cluster, files, _ = secured
-    state = load_state("secured")
-    assert state is not None
+    state = cluster.state
     async with router_stub(cluster, files, CLIENT) as stub:
         groups = [g.description for g in (await stub.GetLoads(router_pb2.GetLoadsRequest())).groups]
     grpc_ports = {cluster.router, str(state.controller_address), *(g.address for g in groups)}

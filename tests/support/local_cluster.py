@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +16,13 @@ from pathlib import Path
 
 import grpc
 
-from cluster.up import bring_up, take_down
+from cluster.state import ClusterState
 from common.config import Config, parse_config
 from common.proto import router_pb2, router_pb2_grpc
 from tests.support.pace import within
 
 VOCAB_SIZE = 1024
+COMMAND_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class LocalCluster:
     checkpoint: Path
     config: Config
     metrics: str  # host:port of the controller's
+    state: ClusterState
 
 
 def cluster_config(checkpoint: Path, **changes) -> Config:
@@ -48,15 +52,26 @@ def cluster_config(checkpoint: Path, **changes) -> Config:
 
 @contextmanager
 def running_cluster(name: str, folder: Path, config: Config):
-    """Raises what `bring_up` raises; always takes down what it started."""
-    assert "TANDEM_STATE_DIR" not in os.environ, "one process drives one cluster at a time"
-    os.environ["TANDEM_STATE_DIR"] = str(folder)
+    """Up and down by the command in processes of its own: any number of clusters, and of Rays, beside one another.
+
+    Raises: AssertionError with what the command said; always takes down what it started
+    """
+    file = folder / "config.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(config.model_dump_json())
     try:
-        state = bring_up(config, name)
-        yield LocalCluster(name, str(state.router_address), config.model.path, config, str(state.metrics_address))
+        _tandem(folder, "up", "--name", name, "--config", str(file))
+        state = ClusterState.model_validate_json((folder / name / "state.json").read_text())
+        yield LocalCluster(name, str(state.router_address), config.model.path, config, str(state.metrics_address), state)
     finally:
-        take_down(name)
-        del os.environ["TANDEM_STATE_DIR"]
+        if (folder / name / "state.json").exists():
+            _tandem(folder, "down", "--name", name)
+
+
+def _tandem(folder: Path, *args: str) -> None:
+    environment = {**os.environ, "TANDEM_STATE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-m", "cluster.cli", *args], env=environment, capture_output=True, text=True, timeout=COMMAND_S)
+    assert done.returncode == 0, f"tandem {args[0]}: {done.stdout}{done.stderr}"
 
 
 def request(prompt: list[int], **sampling) -> router_pb2.GenerateRequest:

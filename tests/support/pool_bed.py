@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from cluster.router.directory import ControllerDirectory
 from cluster.router.load_report import report_forever
+from cluster.router.main import specs_of
 from common.wire import PLAIN
 from tests.support.pool_cluster import PoolCluster
 from tests.support.router_bed import Bed, bed
@@ -16,7 +17,8 @@ from tests.support.router_bed import Bed, bed
 @asynccontextmanager
 async def pool_bed(cluster: PoolCluster, itl_targets: Mapping[str, float] | None = None, **kwargs) -> AsyncIterator[Bed]:
     """`kwargs` as of `router_bed.make_router`."""
-    async with bed(directory=ControllerDirectory(cluster.address), router_id=f"router-{cluster.name}", **kwargs) as router:
+    own = {"router_id": f"router-{cluster.name}", "specs": specs_of(cluster.config)}
+    async with bed(directory=ControllerDirectory(cluster.address), **own | kwargs) as router:
         reporting = asyncio.create_task(report_forever(router.router.pools, itl_targets or {}, cluster.address, PLAIN))
         try:
             yield router

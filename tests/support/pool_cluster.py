@@ -62,6 +62,7 @@ class PoolCluster:
     """`handle`: the controller's actor."""
 
     name: str
+    config: Config
     handle: Any
     address: str
     channel: grpc.Channel
@@ -133,7 +134,7 @@ def pool_cluster(name: str, config: Config, actor_class: type | None = None) -> 
     try:
         address = ray.get(handle.start.remote())["controller_address"]
         with grpc.insecure_channel(address) as channel:
-            yield PoolCluster(name, handle, address, channel, control_pb2_grpc.DirectoryStub(channel))
+            yield PoolCluster(name, config, handle, address, channel, control_pb2_grpc.DirectoryStub(channel))
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(handle.shutdown.remote(), timeout=60)
