@@ -14,7 +14,7 @@ from common.kv_layout import plan_pairs
 from common.proto import worker_pb2
 from kernels.device_memory import MappedMemory, plain_copy
 from kernels.digest import DigestKey
-from kernels.kv_copy import Segment, TileShape, kv_copy
+from kernels.kv_copy import Segment, Tally, TileShape, kv_copy
 from kv_transfer.cuda_device import CudaDevice
 from kv_transfer.deadline import Deadline
 from kv_transfer.outgoing import Outgoing, PushResult
@@ -156,15 +156,15 @@ def kernel_blocks(side: Side, plain_handle: bytes, num_heads: int) -> list[tuple
         for i, layer in enumerate(g.full_layers)
     ]
     alone = [Segment(s.source, 0, 0, 0, s.source_ids, None, s.tokens, 0, s.layer, 0) for s in segments]
-    digest, rows = torch.zeros(1, dtype=torch.int64, device=CUDA), []
-    for blocks in (8, 16, 24, 32, 64, 132, 264):
+    tally, rows = Tally(CUDA), []
+    for blocks in (4, 8, 12, 16, 20, 24, 32, 64, 132):
         times = []
         for what in (segments, alone):
             ms = []
             for _ in range(6):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
-                kv_copy(what, shape, key, digest, stream=torch.cuda.current_stream().cuda_stream, blocks=blocks)
+                kv_copy(what, shape, key, tally, stream=torch.cuda.current_stream().cuda_stream, blocks=blocks)
                 end.record()
                 end.synchronize()
                 ms.append(start.elapsed_time(end))

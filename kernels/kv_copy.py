@@ -8,18 +8,22 @@ Legend: N blocks, K heads of a pool, S block_size, D head_dim, n blocks of a seg
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import torch
 from torch import Tensor
 
 from common.errors import KernelError, ShapeError
 from kernels import cuda_library
-from kernels.digest import DigestKey, kv_digest
+from kernels.digest import MASK, DigestKey, kv_digest
 
-MAX_SEGMENTS = 32
-COPY_BLOCKS = 32  # thread blocks of a copy that runs beside a prefill
+MAX_SEGMENTS = 64
+COPY_BLOCKS = 16  # thread blocks of a copy that runs beside a prefill
+_STAGE_BYTES, _MAX_STAGE_TILES = 16384, 16  # as in kv_copy.cu
+_SEGMENT, _COMMON = Struct("<5Q4i"), Struct("<4Q2q8i")
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,22 @@ class TileShape:
         lanes, rest = divmod(self.row_bytes, 16)
         if rest or lanes not in (1, 2, 4, 8, 16, 32):
             raise ShapeError(f"head rows of {self.row_bytes} bytes: copies on a GPU take 16, 32, 64, 128, 256 or 512")
+        if self.head_bytes > _STAGE_BYTES:
+            raise ShapeError(f"a head of a block of {self.head_bytes} bytes: copies on a GPU take {_STAGE_BYTES} at most")
 
     @property
     def head_bytes(self) -> int:
         return self.block_size * self.row_bytes
+
+    @property
+    def stage_tiles(self) -> int:
+        """Heads of blocks that pass through shared memory together."""
+        return min(_MAX_STAGE_TILES, _STAGE_BYTES // self.head_bytes)
+
+    @property
+    def run_tiles(self) -> int:
+        """How many of them are one piece on both sides, wherever one begins."""
+        return math.gcd(self.stage_tiles, self.num_heads)
 
 
 @dataclass(frozen=True)
@@ -68,72 +84,61 @@ class Segment:
     first_head: int
 
 
-class _Segment(ctypes.Structure):
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("source_ids", ctypes.c_uint64),
-        ("target_ids", ctypes.c_uint64),
-        ("heads", ctypes.c_uint64),
-        ("start", ctypes.c_int32),
-        ("end", ctypes.c_int32),
-        ("first_logical", ctypes.c_int32),
-        ("first_tile", ctypes.c_int32),
-    )
+class Tally:
+    """Where launches add up their digests, one after the other: on the device, and what came of it so far on the host.
 
+    Effects: none of its calls waits; for the launches of one stream at a time
+    """
 
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("segments", _Segment * MAX_SEGMENTS),
-        ("words", ctypes.c_uint64),
-        ("positions", ctypes.c_uint64),
-        ("digest", ctypes.c_uint64),
-        ("source_kv_bytes", ctypes.c_int64),
-        ("target_kv_bytes", ctypes.c_int64),
-        ("num_segments", ctypes.c_int32),
-        ("num_tiles", ctypes.c_int32),
-        ("num_heads", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("row_bytes", ctypes.c_int32),
-        ("model_heads", ctypes.c_int32),
-    )
+    def __init__(self, device: torch.device):
+        self.on_device = torch.zeros(2, dtype=torch.int64, device=device)  # the sum, and the thread blocks of a launch that are done
+        self.on_host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = self.on_host.numpy()
+
+    def value(self) -> int:
+        """Returns: the digest of every launch that has ended, modulo 2^64; meaningless while one runs"""
+        return int(self._host[0]) & MASK
 
 
 def kv_copy(
-    segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor, *, stream: int = 0, blocks: int = COPY_BLOCKS
+    segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally, *, stream: int = 0, blocks: int = COPY_BLOCKS
 ) -> None:
-    """Copies every segment to its target, whole launches at a time, and adds their part of the digest.
+    """Copies every segment to its target, `MAX_SEGMENTS` a launch, and adds their part of the digest.
 
-    Shapes: key: on the device; digest [1] int64 on the device, added to modulo 2^64
-    Units: stream: a CUDA stream's handle, 0 the default one; blocks: thread blocks, at most one multiprocessor each. Either all segments
-        have a target or none
+    Shapes: key: on the device, which is the tally's
+    Units: stream: a CUDA stream's handle, 0 the default one; blocks: thread blocks, one a multiprocessor. Either all segments have a
+        target or none
     Effects: enqueues on the stream, no host sync; reads exactly the tokens of the segments, writes nothing beside them
     Raises: KernelError if a launch is refused
     """
     for begin in range(0, len(segments), MAX_SEGMENTS):
-        plan = _plan(segments[begin : begin + MAX_SEGMENTS], shape, key, digest)
-        status = cuda_library.load("kv_copy").kv_copy(ctypes.byref(plan), ctypes.c_int(blocks), ctypes.c_void_p(stream))
+        plan = _plan(segments[begin : begin + MAX_SEGMENTS], shape, key, tally)
+        status = cuda_library.load("kv_copy").kv_copy(plan, ctypes.c_int(blocks), ctypes.c_void_p(stream))
         if status != 0:
             raise KernelError(f"kv_copy of {len(segments)} segments: CUDA error {status}")
 
 
-def _plan(segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> _Plan:
-    plan = _Plan()
-    tiles, heads = 0, key.heads.data_ptr()
-    for entry, segment in zip(plan.segments, segments, strict=False):
+def _plan(segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> ctypes.Array[ctypes.c_char]:
+    """Returns: the struct Plan of kv_copy.cu"""
+    plan = ctypes.create_string_buffer(MAX_SEGMENTS * _SEGMENT.size + _COMMON.size)
+    tiles, place, heads, head_bytes, block_size = 0, 0, key.heads.data_ptr(), shape.head_bytes, shape.block_size
+    for segment in segments:
         start, end = segment.tokens
-        entry.source = segment.source + segment.source_head * shape.head_bytes
-        entry.target = segment.target + segment.target_head * shape.head_bytes if segment.target else 0
-        entry.source_ids = 0 if segment.source_ids is None else segment.source_ids.data_ptr()
-        entry.target_ids = 0 if segment.target_ids is None else segment.target_ids.data_ptr()
-        entry.heads = heads + 8 * (2 * segment.layer * shape.model_heads + segment.first_head)
-        entry.start, entry.end, entry.first_logical, entry.first_tile = start, end, segment.first_logical, tiles
-        tiles += 2 * shape.num_heads * (-(-end // shape.block_size) - segment.first_logical)
-    plan.words, plan.positions, plan.digest = key.words.data_ptr(), key.positions.data_ptr(), digest.data_ptr()
-    plan.source_kv_bytes = shape.source_heads * shape.head_bytes
-    plan.target_kv_bytes = shape.target_heads * shape.head_bytes
-    plan.num_segments, plan.num_tiles, plan.num_heads = len(segments), tiles, shape.num_heads
-    plan.block_size, plan.row_bytes, plan.model_heads = shape.block_size, shape.row_bytes, shape.model_heads
+        source = segment.source + segment.source_head * head_bytes
+        target = segment.target + segment.target_head * head_bytes if segment.target else 0
+        source_ids = 0 if segment.source_ids is None else segment.source_ids.data_ptr()
+        target_ids = 0 if segment.target_ids is None else segment.target_ids.data_ptr()
+        multipliers = heads + 8 * (2 * segment.layer * shape.model_heads + segment.first_head)
+        first = segment.first_logical
+        _SEGMENT.pack_into(plan, place, source, target, source_ids, target_ids, multipliers, start, end, first, tiles)
+        tiles += 2 * shape.num_heads * (-(-end // block_size) - first)
+        place += _SEGMENT.size
+    _COMMON.pack_into(
+        plan, MAX_SEGMENTS * _SEGMENT.size,
+        key.words.data_ptr(), key.positions.data_ptr(), tally.on_device.data_ptr(), tally.on_host.data_ptr(),
+        shape.source_heads * head_bytes, shape.target_heads * head_bytes,
+        len(segments), tiles, shape.num_heads, block_size, shape.row_bytes, shape.model_heads, shape.stage_tiles, shape.run_tiles,
+    )  # fmt: skip
     return plan
 
 

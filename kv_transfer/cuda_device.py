@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import KernelError, NotSupportedError
 from kernels.device_memory import DeviceMemory, MappedMemory
 from kernels.digest import DigestKey
-from kernels.kv_copy import COPY_BLOCKS, Segment, TileShape, kv_copy
+from kernels.kv_copy import COPY_BLOCKS, Segment, Tally, TileShape, kv_copy
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Moment
 from kv_transfer.nccl_pair import CudaMoment, NcclPair, new_id
@@ -23,14 +23,19 @@ class CudaLane:
     def __init__(self, device: torch.device, blocks: int):
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)
+        self._handle: int = self._stream.cuda_stream
         self._blocks = blocks
 
     def after(self, moment: Moment) -> None:
         assert isinstance(moment, CudaMoment)
         self._stream.wait_event(moment.event)
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> None:
-        kv_copy(segments, shape, key, digest, stream=self._stream.cuda_stream, blocks=self._blocks)
+    def tally(self) -> Tally:
+        with torch.cuda.stream(self._stream):
+            return Tally(self._stream.device)
+
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
+        kv_copy(segments, shape, key, tally, stream=self._handle, blocks=self._blocks)
 
     def upload(self, data: np.ndarray) -> Tensor:
         with torch.cuda.stream(self._stream):

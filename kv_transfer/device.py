@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.digest import DigestKey
-from kernels.kv_copy import Segment, TileShape
+from kernels.kv_copy import Segment, Tally, TileShape
 from kv_transfer.deadline import Deadline
+
+_ALIGNMENT = 16
+_TORCH_DTYPE = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Moment(Protocol):
@@ -51,8 +55,11 @@ class Lane(Protocol):
     def after(self, moment: Moment) -> None:
         """What follows starts when `moment` is past. Returns at once."""
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> None:
-        """Enqueues `kernels.kv_copy.kv_copy`."""
+    def tally(self) -> Tally:
+        """Returns: what digests of this lane's copies add up in"""
+
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
+        """Enqueues `kernels.kv_copy.kv_copy`; what the tally says is valid when a later `mark` is past."""
 
     def upload(self, data: np.ndarray) -> Tensor:
         """Enqueues a copy to the device; `data` may be changed after the return."""
@@ -117,3 +124,17 @@ class Device(Protocol):
 
     def lane(self) -> Lane:
         """To be called by the thread that will use it."""
+
+
+def upload_together(to: Device | Lane, parts: Sequence[np.ndarray]) -> list[Tensor]:
+    """Several arrays in one copy. Returns: their tensors, of the same shapes and dtypes"""
+    ends = np.cumsum([-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts])
+    packed = np.zeros(ends[-1], np.uint8)
+    starts = [0, *ends[:-1].tolist()]
+    for start, part in zip(starts, parts, strict=True):
+        packed[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    on_device = to.upload(packed)
+    return [
+        on_device[start : start + part.nbytes].view(_TORCH_DTYPE[part.dtype.name]).view(part.shape)
+        for start, part in zip(starts, parts, strict=True)
+    ]

@@ -41,6 +41,7 @@ class MappingTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while memory is mapped and unmapped: the same handle may come back meanwhile
         self._entries: dict[tuple[int, bytes], _Entry] = {}
+        self._kept: list[object] = []
 
     def open(self, device: Device, handle: bytes, deadline: Deadline) -> SharedMapping:
         """Raises: NotSupportedError where this host does not allow it; TransferTimeout if others map and unmap until the deadline"""
@@ -55,6 +56,10 @@ class MappingTable:
             return SharedMapping(self, key, entry.mapping.address)
         finally:
             self._lock.release()
+
+    def keep(self, user: object) -> None:
+        """Holds for good what the device may still use together with a mapping that was not closed."""
+        self._kept.append(user)
 
     def leave(self, key: tuple[int, bytes]) -> None:
         """One user less. Effects: waits for the device where it was the last one. Raises: KernelError if unmapping fails"""

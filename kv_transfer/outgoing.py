@@ -19,7 +19,7 @@ from common.kv_layout import DTYPE_BYTES, KVGeometry, PushPair, check_join, plan
 from common.proto import types_pb2, worker_pb2
 from kernels.digest import MASK, DigestKey
 from kv_transfer.deadline import Deadline
-from kv_transfer.device import Device
+from kv_transfer.device import Device, upload_together
 from kv_transfer.grants import BlockMap
 from kv_transfer.pool_view import PoolView
 from kv_transfer.transports.base import Target
@@ -142,7 +142,7 @@ class Outgoing:
     def upload(self, device: Device) -> None:
         """Enqueues the copy of the digest's key to the device."""
         key = self.digest_key
-        self.device_key = DigestKey(*(device.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
+        self.device_key = DigestKey(*upload_together(device, [part.numpy() for part in (key.words, key.positions, key.heads)]))
 
     def blocks(self, slides: bool, tokens: tuple[int, int], block_ids: list[int], first_logical: int, pool_blocks: int) -> ChunkBlocks:
         """Raises: as `ChunkBlocks`"""

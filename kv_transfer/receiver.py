@@ -13,16 +13,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from common.keyring import Key, digest_secret
 from common.kv_layout import DTYPE_BYTES
 from common.proto import worker_pb2
 from kernels.digest import MASK, DigestKey, kv_digest
-from kernels.kv_copy import Segment, TileShape
+from kernels.kv_copy import Segment, Tally, TileShape
 from kv_transfer.cuda_device import device_of
-from kv_transfer.device import Device, DeviceBuffer, Lane, Moment
+from kv_transfer.device import Device, DeviceBuffer, Lane, Moment, upload_together
 from kv_transfer.grants import Grant, GrantTable
 from kv_transfer.handle_exchange import HandleServer
 from kv_transfer.memory import SharedBuffer
@@ -120,7 +119,10 @@ class Receiver:
         g = self._view.geometry
         shape = {"row_bytes": g.head_dim * DTYPE_BYTES[g.dtype], "num_layers": g.num_layers, "num_kv_heads": g.num_kv_heads}
         key = DigestKey.derive(digest_secret(self._key, key_id), transfer_id, num_tokens=num_tokens, **shape)  # before the commit needs it
-        self._keys[transfer_id] = key if self._checker is None else self._checker.upload(key)
+        if self._checker is None:
+            self._keys[transfer_id] = key
+        else:
+            self._checker.prepare(transfer_id, self._grants.get(transfer_id), key)
 
     def verify(self, transfer_id: int) -> VerifyResult:
         """As `check`, and waits for it. For callers without work of their own on the device."""
@@ -136,11 +138,11 @@ class Receiver:
         Raises: KVTransferError if there is no grant
         """
         grant = self._grants.get(transfer_id)
-        g, key = self._view.geometry, self._keys[transfer_id]
+        g = self._view.geometry
         if self._checker is None:
-            digest = self._digest(grant, key)
+            digest = self._digest(grant, self._keys[transfer_id])
         else:
-            found = self._checker.digest(transfer_id, grant, key)
+            found = self._checker.digest(transfer_id)
             if found is None:
                 return None
             digest = found
@@ -195,13 +197,15 @@ class Receiver:
             self._handles.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reading:
-    """A digest that the device computes. `kept`: what it reads besides the pools."""
+    """The digest of one transfer's blocks by the device. `moment`: when it has read them, if it has begun."""
 
-    digest: Tensor
-    moment: Moment
-    kept: object
+    segments: list[Segment]
+    key: DigestKey
+    tally: Tally
+    moment: Moment | None = None
+    before: int = 0
 
 
 class _DeviceChecker:
@@ -212,6 +216,7 @@ class _DeviceChecker:
         self._view = view
         self._device = device
         self._readings: dict[int, _Reading] = {}
+        self._forgotten: list[_Reading] = []  # under way: the device may still use them
         heads = view.heads.count
         self._shape = TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, heads, heads, g.num_kv_heads)
 
@@ -219,33 +224,34 @@ class _DeviceChecker:
     def _lane(self) -> Lane:
         return self._device.lane()  # by the thread that uses it
 
-    def upload(self, key: DigestKey) -> DigestKey:
-        return DigestKey(*(self._lane.upload(part.numpy()) for part in (key.words, key.positions, key.heads)))
-
-    def digest(self, transfer_id: int, grant: Grant, key: DigestKey) -> int | None:
-        """Returns: None until the device has read what lay in the pools at the first call; then it is forgotten"""
-        reading = self._readings.get(transfer_id)
-        if reading is None:
-            reading = self._readings[transfer_id] = self._begin(grant, key)
-        if not reading.moment.is_past():
-            return None
-        del self._readings[transfer_id]
-        return int(reading.digest)
-
-    def forget(self, transfer_id: int) -> None:
-        self._readings.pop(transfer_id, None)
-
-    def _begin(self, grant: Grant, key: DigestKey) -> _Reading:
-        g, lane, segments = self._view.geometry, self._lane, []
-        ids = {}
-        for slides in (False, True):
-            first, count = g.handover_blocks(grant.num_tokens, sliding=slides)
-            ids[slides] = (first, lane.upload(grant.maps[slides].part(first, count)[0].astype(np.int32)))
+    def prepare(self, transfer_id: int, grant: Grant, key: DigestKey) -> None:
+        """Takes all that a digest needs to the device, in one copy that is enqueued: before the commit waits for it."""
+        g, lane = self._view.geometry, self._lane
+        spans = [g.handover_blocks(grant.num_tokens, sliding=slides) for slides in (False, True)]
+        ids = [grant.maps[slides].part(*spans[slides])[0].astype(np.int32) for slides in (False, True)]
+        *tables, words, positions, heads = upload_together(lane, [*ids, key.words.numpy(), key.positions.numpy(), key.heads.numpy()])
+        segments = []
         for layer, slides in enumerate(g.sliding):
-            first, table = ids[slides]
+            first = spans[slides][0]
             tokens = (first * g.block_size_tokens, grant.num_tokens)
             pool = self._view.layer(layer).data_ptr()
-            segments.append(Segment(pool, 0, 0, 0, table, None, tokens, first, layer, self._view.heads.start))
-        digest = lane.upload(np.zeros(1, np.int64))
-        lane.copy(segments, self._shape, key, digest)
-        return _Reading(lane.fetch(digest), lane.mark(), (ids, digest, key))
+            segments.append(Segment(pool, 0, 0, 0, tables[slides], None, tokens, first, layer, self._view.heads.start))
+        self._readings[transfer_id] = _Reading(segments, DigestKey(words, positions, heads), lane.tally())
+
+    def digest(self, transfer_id: int) -> int | None:
+        """Returns: None until the device has read what lay in the pools at the first call; the next call reads again"""
+        reading = self._readings[transfer_id]
+        if reading.moment is None:
+            reading.before = reading.tally.value()
+            self._lane.copy(reading.segments, self._shape, reading.key, reading.tally)
+            reading.moment = self._lane.mark()
+        if not reading.moment.is_past():
+            return None
+        reading.moment = None
+        return reading.tally.value() - reading.before
+
+    def forget(self, transfer_id: int) -> None:
+        self._forgotten = [reading for reading in self._forgotten if reading.moment is not None and not reading.moment.is_past()]
+        reading = self._readings.pop(transfer_id, None)
+        if reading is not None and reading.moment is not None:
+            self._forgotten.append(reading)

@@ -58,6 +58,21 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// One thread starts a copy of `bytes` (a multiple of 16) out of shared memory, which a bulk copy has filled; the target may be another GPU's.
+// Its own copies since the last commit are one group. `wait_read`: all but the newest PENDING groups have been read, `wait`: are written.
+__device__ __forceinline__ void store_bulk(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void store_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void store_bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void store_bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Asks for `bytes` (a multiple of 16) into L2. What other multiprocessors write there later is seen all the same.
 __device__ __forceinline__ void prefetch_bulk(const void* global, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

@@ -92,7 +92,7 @@ class CudaIpcLink:
         self._bases = {slides: self._mapping.address + offset for slides, offset in offsets.items()}
         self._scratch = self._mapping.address + scratch
         self._lane = device.lane()
-        self._digest = self._lane.upload(np.zeros(1, np.int64))  # of everything this link has ever written
+        self._tally = self._lane.tally()  # of everything this link has ever written
         self._digest_taken = self._digest_read = 0
         self._batch: list[Push] = []
         self._batch_bytes = 0
@@ -119,17 +119,16 @@ class CudaIpcLink:
             raise LayoutMismatch("cuda_ipc copies from pools on a GPU only")
         self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
         shape = self._shape(last.source.shape[2], last.num_heads)
-        self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._digest)
+        self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._tally)
         self._in_flight.append((self._lane.mark(), batch))  # which keeps the sources until they are read
         while len(self._in_flight) > 1 and self._in_flight[0][0].is_past():
             self._in_flight.popleft()
 
     def flush(self, deadline: Deadline) -> None:
         self.submit()
-        digest = self._lane.fetch(self._digest)
         self._await(self._lane.mark(), deadline)
         self._in_flight.clear()
-        self._digest_read = int(digest)
+        self._digest_read = self._tally.value()
         self._check_owner()  # nobody would ever read what was written for a dead one
 
     def take_digest(self) -> int:
@@ -148,9 +147,11 @@ class CudaIpcLink:
         return not self._in_flight
 
     def close(self) -> None:
-        """A mapping that the device may still write to stays: only the end of the process takes it away."""
+        """What the device may still use stays: only the end of the process takes it away."""
         if self.settle():
             self._mapping.close()
+        else:
+            mappings.OF_THIS_PROCESS.keep(self)
 
     def probe(self, deadline: Deadline) -> int:
         """Copies the first full layer of this rank's pool, whatever it holds, into the scratch behind the decode rank's pools."""
@@ -169,7 +170,7 @@ class CudaIpcLink:
         target_ids = self._lane.upload(np.arange(count, dtype=np.int32))
         segment = Segment(pool.data_ptr(), self._scratch, 0, 0, source_ids, target_ids, (0, tokens), 0, 0, 0)
         for _ in range(_PROBE_COPIES):
-            self._lane.copy([segment], shape, key, self._digest)
+            self._lane.copy([segment], shape, key, self._tally)
         self._in_flight.append((self._lane.mark(), []))
         self._await(self._in_flight[-1][0], deadline)
         return _PROBE_COPIES * count * 2 * heads * head_bytes

@@ -97,7 +97,7 @@ class DigestedLink(_Wrapped):
     def __init__(self, link: Link, device: Device, target: Target):
         super().__init__(link, device)
         self._geometry = target.geometry
-        self._digest = self._lane.upload(np.zeros(1, np.int64))  # of everything ever written
+        self._tally = self._lane.tally()  # of everything ever written
         self._taken = self._read = 0
         self._sources: list[Push] = []  # that the lane may still read
 
@@ -109,15 +109,14 @@ class DigestedLink(_Wrapped):
         shape = TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, heads, push.num_heads, g.num_kv_heads)
         address, first = push.source.data_ptr(), push.first_logical
         segment = Segment(address, 0, push.source_head, 0, part.source_ids, None, push.tokens, first, push.layer, push.first_head)
-        self._lane.copy([segment], shape, part.key, self._digest)
+        self._lane.copy([segment], shape, part.key, self._tally)
         self._link.write(push, deadline)
         self._sources.append(push)
 
     def flush(self, deadline: Deadline) -> None:
-        digest = self._lane.fetch(self._digest)
         self._link.flush(deadline)
         wait_for(self._lane.mark(), deadline, "waiting for the digest")
-        self._read = int(digest)
+        self._read = self._tally.value()
         self._sources.clear()
 
     def take_digest(self) -> int:

@@ -9,11 +9,12 @@ import torch
 
 from common.errors import ShapeError
 from kernels.digest import MASK, DigestKey
-from kernels.kv_copy import MAX_SEGMENTS, Segment, TileShape, kv_copy, kv_copy_ref
+from kernels.kv_copy import MAX_SEGMENTS, Segment, Tally, TileShape, kv_copy, kv_copy_ref
 from tests.support.emulated_cuda import emulated
 
 __all__ = ["emulated"]
 
+CPU = torch.device("cpu")
 LAYERS, MODEL_HEADS = 3, 8
 INT = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -30,6 +31,7 @@ class Case:
     tokens: tuple[int, int] = (5, 70)
     dtype: torch.dtype = torch.bfloat16
     shuffled: bool = True
+    blocks: int = 2
 
     def __str__(self) -> str:
         start, end = self.tokens
@@ -50,6 +52,9 @@ CASES = [
     replace(BASE, dtype=torch.float32, head_dim=64),
     replace(BASE, dtype=torch.float32, head_dim=128, tokens=(30, 33)),
     replace(BASE, shuffled=False),
+    replace(BASE, source_heads=8, target_heads=4, source_head=4, num_heads=4, tokens=(0, 112), blocks=3),
+    replace(BASE, source_heads=8, target_heads=8, source_head=1, target_head=2, num_heads=3, tokens=(3, 100), blocks=3),
+    replace(BASE, dtype=torch.float32, head_dim=64, block_size=64, source_heads=2, source_head=0, tokens=(0, 300)),
 ]
 
 
@@ -86,19 +91,20 @@ def test_a_copy_equals_its_plain_twin(emulated, case: Case) -> None:
     source, targets = random_pool(case, case.source_heads), [random_pool(case, case.target_heads) for _ in range(LAYERS)]
     expected, key = [target.clone() for target in targets], key_of(case)
     segments = [segment_of(case, source, target, layer) for layer, target in enumerate(targets)]
-    shape, digest = shape_of(case), torch.full((1,), -5, dtype=torch.int64)
-    kv_copy(segments, shape, key, digest, blocks=2)
+    shape, tally = shape_of(case), Tally(CPU)
+    tally.on_device[0] = -5
+    kv_copy(segments, shape, key, tally, blocks=case.blocks)
     wanted = sum(kv_copy_ref(source, into, segment, shape, key) for into, segment in zip(expected, segments, strict=True))
     for got, want in zip(targets, expected, strict=True):
         assert got.view(INT[case.dtype]).equal(want.view(INT[case.dtype]))
-    assert (int(digest) + 5) & MASK == wanted & MASK
+    assert (tally.value() + 5) & MASK == wanted & MASK
 
 
 def test_without_a_target_it_digests_alone(emulated) -> None:
-    source, key, digest = random_pool(BASE, BASE.source_heads), key_of(BASE), torch.zeros(1, dtype=torch.int64)
+    source, key, tally = random_pool(BASE, BASE.source_heads), key_of(BASE), Tally(CPU)
     segment = segment_of(BASE, source, None, 1)
-    kv_copy([segment], shape_of(BASE), key, digest)
-    assert int(digest) & MASK == kv_copy_ref(source, None, segment, shape_of(BASE), key)
+    kv_copy([segment], shape_of(BASE), key, tally)
+    assert tally.value() == kv_copy_ref(source, None, segment, shape_of(BASE), key)
 
 
 def test_more_segments_than_one_launch_takes(emulated) -> None:
@@ -107,12 +113,30 @@ def test_more_segments_than_one_launch_takes(emulated) -> None:
     target = [random_pool(case, case.target_heads) for _ in sources]
     expected = [t.clone() for t in target]
     segments = [segment_of(case, s, t, i % LAYERS) for i, (s, t) in enumerate(zip(sources, target, strict=True))]
-    key, digest = key_of(case), torch.zeros(1, dtype=torch.int64)
-    kv_copy(segments, shape_of(case), key, digest)
+    key, tally = key_of(case), Tally(CPU)
+    kv_copy(segments, shape_of(case), key, tally)
     triples = zip(sources, expected, segments, strict=True)
-    assert int(digest) & MASK == sum(kv_copy_ref(s, e, segment, shape_of(case), key) for s, e, segment in triples) & MASK
+    assert tally.value() == sum(kv_copy_ref(s, e, segment, shape_of(case), key) for s, e, segment in triples) & MASK
     for got, want in zip(target, expected, strict=True):
         assert got.view(torch.int16).equal(want.view(torch.int16))
+
+
+def test_a_tally_goes_on_with_the_next_launch_and_a_ring_of_stages_goes_round(emulated) -> None:
+    """One thread block, more stages than it has room for, twice."""
+    case = replace(BASE, source_heads=8, target_heads=8, source_head=0, num_heads=8, tokens=(1, 112))
+    source, target, key, tally = random_pool(case, 8), random_pool(case, 8), key_of(case), Tally(CPU)
+    expected = target.clone()
+    segment = segment_of(case, source, target, 2)
+    for launches in (1, 2):
+        kv_copy([segment], shape_of(case), key, tally, blocks=1)
+        assert tally.value() == launches * kv_copy_ref(source, expected, segment, shape_of(case), key) & MASK
+    assert target.view(torch.int16).equal(expected.view(torch.int16))
+    assert tally.on_device[1] == 0
+
+
+def test_heads_of_blocks_larger_than_a_stage_are_refused() -> None:
+    with pytest.raises(ShapeError, match="16384 at most"):
+        TileShape(64, 512, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("row_bytes", [8, 48, 1024])

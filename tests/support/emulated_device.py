@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import NotSupportedError, PeerLost
 from kernels.digest import DigestKey
-from kernels.kv_copy import Segment, TileShape, kv_copy_ref
+from kernels.kv_copy import Segment, Tally, TileShape, kv_copy_ref
 from kv_transfer.deadline import Deadline
 from kv_transfer.memory import SharedBuffer
 
@@ -81,9 +81,12 @@ class EmulatedLane:
     def after(self, moment: EmulatedMoment) -> None:
         self._work.put(moment.event.wait)
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> None:
+    def tally(self) -> Tally:
+        return Tally(torch.device("cpu"))
+
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
         self._work.put(self._device.before_copy)
-        self._work.put(lambda: self._device.copy(segments, shape, key, digest))
+        self._work.put(lambda: self._device.copy(segments, shape, key, tally))
 
     def upload(self, data: np.ndarray) -> Tensor:
         return torch.from_numpy(data.copy())
@@ -219,7 +222,7 @@ class EmulatedDevice:
     def lane(self) -> EmulatedLane:
         return EmulatedLane(self)
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, digest: Tensor) -> None:
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
         """What `kv_copy` does, by its plain twin."""
         self.num_copies += 1
         for segment in segments:
@@ -227,7 +230,8 @@ class EmulatedDevice:
             source = _pool(segment.source, segment.source_ids, count, shape.source_heads, shape)
             target = _pool(segment.target, segment.target_ids, count, shape.target_heads, shape) if segment.target else None
             part = kv_copy_ref(source, target, segment, shape, key)
-            digest += part - 2**64 if part >= 2**63 else part
+            tally.on_device[0] += part - 2**64 if part >= 2**63 else part
+        tally.on_host[0] = tally.on_device[0]
 
 
 def _past() -> EmulatedMoment:

@@ -281,8 +281,18 @@ inline void barrier_init_fence() {}
 inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16) abort();
   memcpy(shared, global, bytes);
-  (*barrier)++;
+  barrier_arrive(barrier);
 }
+// Carried out at once, so that a stage that is overwritten too early is seen in the target.
+inline void store_bulk(void* global, const void* shared, int bytes) {
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16) abort();
+  memcpy(global, shared, bytes);
+}
+inline void store_bulk_commit() {}
+template <int PENDING>
+inline void store_bulk_wait_read() {}
+template <int PENDING>
+inline void store_bulk_wait() {}
 inline void prefetch_bulk(const void*, int) {}
 inline void copy_async_arrive(uint64_t* barrier) { barrier_arrive(barrier); }
 // Completed phases are counted; phase parity p has passed when the current phase's parity differs from p.
