@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,11 +30,21 @@ from kv_transfer.push import Push
 from kv_transfer.transports.base import Target
 
 SCRATCH_BYTES = 16 << 20  # behind the pools, for probes
-_BATCH_BYTES = 24 << 20  # a launch waits for its last layer, so batches stay small against what NVLink moves in a layer's time
+_BATCH_BYTES = 128 << 20  # a launch waits for its last layer, so the last one must end within a millisecond after it
+_BUSY_LAUNCHES = 2  # one runs and the next one waits: more of them would be only smaller
 _PROBE_COPIES = 8
 _WATCH_S = 0.1
-_EAGER_S = 300e-6  # a wait that is over soon does not sleep
+_EAGER_S = 2e-3  # a wait that is over soon does not sleep
 _POLL_S = 50e-6
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """`batch` keeps the sources until they are read; `ready`: when the device may begin."""
+
+    ready: Moment | None
+    over: Moment
+    batch: list[Push]
 
 
 def describe(view: PoolView, buffer: DeviceBuffer, socket_name: str) -> bytes:
@@ -96,18 +107,23 @@ class CudaIpcLink:
         self._digest_taken = self._digest_read = 0
         self._batch: list[Push] = []
         self._batch_bytes = 0
-        self._in_flight: deque[tuple[Moment, list[Push]]] = deque()
+        self._in_flight: deque[_Launch] = deque()
+        block_bytes = 2 * self._heads * g.head_block_bytes
+        self._layers = {
+            layer: self._bases[slides] + place * self._num_blocks[slides] * block_bytes
+            for slides, layers in ((False, g.full_layers), (True, g.sliding_layers))
+            for place, layer in enumerate(layers)
+        }
+        self._checked: dict[bool, np.ndarray | None] = {False: None, True: None}
 
     def write(self, push: Push, deadline: Deadline) -> None:
         deadline.check("writing over CUDA IPC")
         if time.monotonic() > self._look_at:  # not each time: it reads a file
             self._check_owner()
-        num_blocks = self._num_blocks[self._target.geometry.sliding[push.layer]]
-        if int(push.target_ids.min()) < 0 or int(push.target_ids.max()) >= num_blocks:
-            raise KVTransferError(f"reserved block {int(push.target_ids.max())} is not in a pool of {num_blocks} blocks")
+        self._check_ids(push)
         self._batch.append(push)
         self._batch_bytes += push.nbytes
-        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) == MAX_SEGMENTS:
+        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) == MAX_SEGMENTS or self._num_launched() < _BUSY_LAUNCHES:
             self.submit()
 
     def submit(self) -> None:
@@ -120,16 +136,15 @@ class CudaIpcLink:
         self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
         shape = self._shape(last.source.shape[2], last.num_heads)
         self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._tally)
-        self._in_flight.append((self._lane.mark(), batch))  # which keeps the sources until they are read
-        while len(self._in_flight) > 1 and self._in_flight[0][0].is_past():
-            self._in_flight.popleft()
+        self._in_flight.append(_Launch(last.device.ready, self._lane.mark(), batch))
 
     def flush(self, deadline: Deadline) -> None:
         self.submit()
-        self._await(self._lane.mark(), deadline)
+        self._check_owner()  # nobody would ever read what was written for a dead one
+        if self._in_flight:
+            self._await(self._in_flight[-1], deadline)
         self._in_flight.clear()
         self._digest_read = self._tally.value()
-        self._check_owner()  # nobody would ever read what was written for a dead one
 
     def take_digest(self) -> int:
         part = (self._digest_read - self._digest_taken) & MASK
@@ -142,9 +157,7 @@ class CudaIpcLink:
     def settle(self) -> bool:
         """What was not launched never is; what was launched ends by itself, once the layers that it waits for are computed."""
         self._batch, self._batch_bytes = [], 0
-        while self._in_flight and self._in_flight[0][0].is_past():
-            self._in_flight.popleft()
-        return not self._in_flight
+        return self._num_launched() == 0
 
     def close(self) -> None:
         """What the device may still use stays: only the end of the process takes it away."""
@@ -171,8 +184,8 @@ class CudaIpcLink:
         segment = Segment(pool.data_ptr(), self._scratch, 0, 0, source_ids, target_ids, (0, tokens), 0, 0, 0)
         for _ in range(_PROBE_COPIES):
             self._lane.copy([segment], shape, key, self._tally)
-        self._in_flight.append((self._lane.mark(), []))
-        self._await(self._in_flight[-1][0], deadline)
+        self._in_flight.append(_Launch(None, self._lane.mark(), []))
+        self._await(self._in_flight[-1], deadline)
         return _PROBE_COPIES * count * 2 * heads * head_bytes
 
     def _shape(self, source_heads: int, num_heads: int) -> TileShape:
@@ -180,15 +193,11 @@ class CudaIpcLink:
         return TileShape(g.block_size_tokens, self._row_bytes, source_heads, self._heads, num_heads, g.num_kv_heads)
 
     def _segment(self, push: Push) -> Segment:
-        g, part = self._target.geometry, push.device
+        part = push.device
         assert part is not None  # all pushes of a link come from the same pools
-        layers = g.sliding_layers if g.sliding[push.layer] else g.full_layers
-        block_bytes = 2 * self._heads * g.head_block_bytes
-        slides = g.sliding[push.layer]
-        target = self._bases[slides] + layers.index(push.layer) * self._num_blocks[slides] * block_bytes
         return Segment(
             push.source.data_ptr(),
-            target,
+            self._layers[push.layer],
             push.source_head,
             push.target_head,
             part.source_ids,
@@ -199,14 +208,33 @@ class CudaIpcLink:
             push.first_head,
         )
 
-    def _await(self, moment: Moment, deadline: Deadline) -> None:
-        began = time.monotonic()
-        while not moment.is_past():
-            waited = time.monotonic() - began
+    def _num_launched(self) -> int:
+        """Returns: how many launches may be under way still"""
+        while self._in_flight and self._in_flight[0].over.is_past():
+            self._in_flight.popleft()
+        return len(self._in_flight)
+
+    def _check_ids(self, push: Push) -> None:
+        slides = self._target.geometry.sliding[push.layer]
+        if push.target_ids is self._checked[slides]:  # all layers of a chunk share them
+            return
+        num_blocks = self._num_blocks[slides]
+        if int(push.target_ids.min()) < 0 or int(push.target_ids.max()) >= num_blocks:
+            raise KVTransferError(f"reserved block {int(push.target_ids.max())} is not in a pool of {num_blocks} blocks")
+        self._checked[slides] = push.target_ids
+
+    def _await(self, launch: _Launch, deadline: Deadline) -> None:
+        """Sleeps while layers are computed, and looks all the time once the device only has to copy."""
+        began, copies_since = time.monotonic(), None
+        while not launch.over.is_past():
+            now = time.monotonic()
+            if copies_since is None and (launch.ready is None or launch.ready.is_past()):
+                copies_since = now
             deadline.check("waiting for the GPU to write over CUDA IPC")
-            if waited > self._io_timeout_s:
+            if now - began > self._io_timeout_s:
                 raise TransferTimeout(f"the GPU has not written for {self._io_timeout_s} s")
-            time.sleep(0 if waited < _EAGER_S else _POLL_S)
+            is_soon = copies_since is not None and now - copies_since < _EAGER_S
+            time.sleep(0 if is_soon else _POLL_S)
 
     def _check_owner(self) -> None:
         self._look_at = time.monotonic() + _WATCH_S

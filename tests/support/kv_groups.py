@@ -24,6 +24,7 @@ from kv_transfer.transports import shm
 from tests.support.emulated_device import EmulatedDevice
 
 KEY = b"the key of a cluster under test."
+DEVICE_SCRATCH_BYTES = 64 << 10  # probes of an emulated device take its time
 INT = {"bfloat16": torch.int16, "float32": torch.int32}
 
 
@@ -58,7 +59,7 @@ def poisoned_view(
     nbytes = sum(sizes) * DTYPE_BYTES[g.dtype]
     buffer: SharedBuffer | DeviceBuffer | None = None
     if device is not None:
-        buffer = device.allocate(nbytes + shm.SCRATCH_BYTES)
+        buffer = device.allocate(nbytes + DEVICE_SCRATCH_BYTES)
     elif shared:
         buffer = SharedBuffer.create(nbytes + shm.SCRATCH_BYTES)
     memory = buffer.tensor() if buffer else torch.empty(nbytes, dtype=torch.uint8)
