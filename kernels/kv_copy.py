@@ -67,7 +67,7 @@ class TileShape:
 class Segment:
     """Tokens [start, end) of one layer.
 
-    Shapes: source_ids, target_ids [n or more] int32 on the device: block of logical index first_logical + i; source_ids None: 0, 1, 2, ...
+    Shapes: source_ids, target_ids [n or more] int32 on the device: block of logical index first_logical + i; None: 0, 1, 2, ...
     Units: source, target: addresses of layer pools [N, 2, K, S, D]; target 0: digest only; first heads count the pool's own heads;
         `layer`, `first_head` are the model's
     """
@@ -148,10 +148,11 @@ def kv_copy_ref(source: Tensor, target: Tensor | None, segment: Segment, shape: 
     count = -(-end // shape.block_size) - segment.first_logical
     source_ids = torch.arange(count) if segment.source_ids is None else segment.source_ids[:count].long()
     kv = source[:, :, segment.source_head : segment.source_head + shape.num_heads]
-    if target is not None and segment.target_ids is not None:
+    if target is not None:
         heads = slice(segment.target_head, segment.target_head + shape.num_heads)
         position = torch.arange(start, end)
         i, offset = position // shape.block_size - segment.first_logical, position % shape.block_size
-        target[segment.target_ids.long()[i], :, heads, offset] = kv[source_ids[i], :, :, offset]
+        target_ids = torch.arange(count) if segment.target_ids is None else segment.target_ids.long()
+        target[target_ids[i], :, heads, offset] = kv[source_ids[i], :, :, offset]
     first, layer, head = segment.first_logical, segment.layer, segment.first_head
     return kv_digest(kv, source_ids, first_logical=first, tokens=segment.tokens, layer=layer, first_head=head, key=key)

@@ -45,10 +45,6 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             return self.fetch(pool.index_select(0, ids))
 
-    def pack(self, pool: Tensor, ids: Tensor | None, into: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            into.copy_(pool) if ids is None else torch.index_select(pool, 0, ids, out=into)
-
     def fetch(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):

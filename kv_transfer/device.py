@@ -67,9 +67,6 @@ class Lane(Protocol):
     def gather(self, pool: Tensor, ids: Tensor) -> Tensor:
         """Enqueues a copy of blocks `ids` of a pool (or of some of its heads) to the host. Returns: as `fetch`"""
 
-    def pack(self, pool: Tensor, ids: Tensor | None, into: Tensor) -> None:
-        """Enqueues a copy of blocks `ids` (None: all) of a pool, or of a part of each, to contiguous memory of that shape."""
-
     def fetch(self, tensor: Tensor) -> Tensor:
         """Enqueues a copy to the host. Returns: a CPU tensor, valid when a later `mark` is past"""
 

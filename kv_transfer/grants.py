@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +19,29 @@ from kv_transfer.pool_view import PoolView, rows
 from kv_transfer.transports.tcp_wire import PROBE_ID, PushHeader, Status
 
 
+class Received(NamedTuple):
+    """One message. Shapes: payload [n, 2, heads, tokens, head_dim] as bytes: on the host, or a tensor on the pool's device"""
+
+    header: PushHeader
+    ids: np.ndarray
+    epochs: np.ndarray
+    payload: memoryview | Tensor
+
+
 def _copy_to_host(pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview) -> None:
     """payload [n, 2, heads, tokens, D] -> blocks `ids` of pool [N, 2, K, S, D]"""
     target = rows(pool, heads.start, heads.stop - heads.start, tokens.start, tokens.stop)
     target[ids] = np.frombuffer(payload, target.dtype).reshape(-1, *target.shape[1:])
 
 
-def _copy_to_device(pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview | Tensor) -> None:
+def _copy_to_device(pool: Tensor, heads: slice, tokens: slice, ids: Tensor, payload: memoryview | Tensor) -> None:
     """As `_copy_to_host`, for a pool on a GPU; enqueues on the current stream."""
     part = pool.view(torch.int16)[:, :, heads, tokens]
     data = payload if isinstance(payload, Tensor) else torch.frombuffer(payload, dtype=torch.uint8).to(pool.device)
     values = data.view(torch.int16).view(len(ids), *part.shape[1:])
     if values.shape[-1] % 4 == 0:  # wider elements are copied faster
         part, values = part.view(torch.int64), values.view(torch.int64)
-    part.index_copy_(0, torch.from_numpy(ids).to(pool.device), values)
+    part.index_copy_(0, ids, values)
 
 
 class BlockMap:
@@ -91,6 +101,15 @@ class GrantTable:
         self._grants: dict[int, Grant] = {}
         self._stream = torch.cuda.Stream(view.full.device) if view.full.is_cuda else None
 
+    @property
+    def head_block_bytes(self) -> int:
+        """K or V of one head of one block."""
+        return self._view.geometry.head_block_bytes
+
+    @property
+    def block_size_tokens(self) -> int:
+        return self._view.geometry.block_size_tokens
+
     def add(self, transfer_id: int, blocks: Sequence[worker_pb2.BlockList], num_tokens: int, key_id: int = 0) -> None:
         if transfer_id in self._grants:
             raise KVTransferError(f"transfer {transfer_id:x} has a grant already")
@@ -110,37 +129,48 @@ class GrantTable:
             with grant.lock:
                 grant.is_revoked = True
 
-    def write(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: memoryview | Tensor) -> Status:
-        """Checks a received message against its grant and, only if all fits, copies the payload into the pool.
+    def write(self, messages: Sequence[Received]) -> Status:
+        """Checks received messages of one transfer against its grant and, only if all fit, copies their payloads into the pools.
 
-        Shapes: payload [n, 2, heads, tokens, head_dim] as bytes: on the host, or a tensor on the pool's device
         Returns: OK, or why nothing was written
         """
-        if header.transfer_id == PROBE_ID:
-            return Status.OK if header.incarnation == self._incarnation else Status.WRONG_INCARNATION
-        grant = self._grants.get(header.transfer_id)
-        if grant is None:
+        first = messages[0].header
+        if first.transfer_id == PROBE_ID:
+            return Status.OK if first.incarnation == self._incarnation else Status.WRONG_INCARNATION
+        grant = self._grants.get(first.transfer_id)
+        if grant is None or any(message.header.transfer_id != first.transfer_id for message in messages):
             return Status.UNKNOWN_TRANSFER
-        status = self._check(grant, header, ids, epochs, len(payload))
-        if status is not Status.OK:
-            return status
-        head = header.first_head - self._view.heads.start
-        pool = self._view.layer(header.layer)
+        for message in messages:
+            status = self._check(grant, message.header, message.ids, message.epochs, len(message.payload))
+            if status is not Status.OK:
+                return status
         with grant.lock:
             if grant.is_revoked:
                 return Status.UNKNOWN_TRANSFER
-            self._copy(pool, slice(head, head + header.num_heads), slice(header.begin, header.end), ids, payload)
-            for i in range(head, head + header.num_heads):
-                grant.head_bytes[i] += len(payload) // header.num_heads
+            if self._stream is None:
+                self._copy(messages)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._copy(messages)
+                self._stream.synchronize()
+            for message in messages:
+                head = message.header.first_head - self._view.heads.start
+                for i in range(head, head + message.header.num_heads):
+                    grant.head_bytes[i] += len(message.payload) // message.header.num_heads
         return Status.OK
 
-    def _copy(self, pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview | Tensor) -> None:
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                _copy_to_device(pool, heads, tokens, ids, payload)
-            self._stream.synchronize()
-        else:
-            _copy_to_host(pool, heads, tokens, ids, payload if isinstance(payload, memoryview) else payload.numpy().data)
+    def _copy(self, messages: Sequence[Received]) -> None:
+        tables: dict[bytes, Tensor] = {}  # layers of one kind share their blocks
+        for header, ids, _, payload in messages:
+            head, pool = header.first_head - self._view.heads.start, self._view.layer(header.layer)
+            heads, tokens = slice(head, head + header.num_heads), slice(header.begin, header.end)
+            if pool.is_cuda:
+                name = ids.tobytes()
+                if name not in tables:
+                    tables[name] = torch.from_numpy(ids).to(pool.device)
+                _copy_to_device(pool, heads, tokens, tables[name], payload)
+            else:
+                _copy_to_host(pool, heads, tokens, ids, payload if isinstance(payload, memoryview) else payload.numpy().data)
 
     def _check(self, grant: Grant, h: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload_bytes: int) -> Status:
         g, heads = self._view.geometry, self._view.heads

@@ -18,7 +18,7 @@ struct Segment {
   const unsigned char* source;  // of the first head's K in block 0
   unsigned char* target;        // likewise; null: digest only
   const int32_t* source_ids;    // block of each logical block from first_logical on; null: 0, 1, 2, ...
-  const int32_t* target_ids;
+  const int32_t* target_ids;    // likewise
   const uint64_t* heads;        // multipliers of K of the first head; V's are model_heads further
   int32_t start, end;           // tokens of the sequence
   int32_t first_logical;
@@ -103,7 +103,7 @@ __device__ void load(const Plan& plan, Shared& shared, int lane) {
       const int index = number - segment.first_tile;
       const int head = index % plan.num_heads, kv = index / plan.num_heads % 2, block = index / plan.num_heads / 2;
       const int64_t source_block = segment.source_ids ? segment.source_ids[block] : block;
-      const int64_t target_block = WRITE ? segment.target_ids[block] : 0;
+      const int64_t target_block = WRITE && segment.target_ids ? segment.target_ids[block] : block;
       tile.multiplier = segment.heads[kv * plan.model_heads + head];
       tile.origin = (segment.first_logical + block) * plan.block_size;
       tile.begin = max(segment.start - tile.origin, 0);

@@ -139,8 +139,7 @@ class LinkOpener:
             )
         if endpoint.transport == "nccl":
             assert self._device is not None
-            pair = NcclLink(endpoint.detail, target, self._device, key=self._key, io_timeout_s=self._io_timeout_s, deadline=deadline)
-            return DigestedLink(pair, self._device, target)
+            return NcclLink(endpoint.detail, target, self._device, key=self._key, io_timeout_s=self._io_timeout_s, deadline=deadline)
         link = TcpLink(endpoint.detail, target, key=self._key, io_timeout_s=self._io_timeout_s, deadline=deadline)
         return link if self._device is None else StagedLink(link, self._device)
 

@@ -1,16 +1,20 @@
 """NCCL: the prefill rank's end. Headers go over an authenticated tcp connection, payloads over a communicator of this pair alone.
 
-Checked by the receiver, which takes payloads into memory of its own and copies from there: after a revoke nothing more lands. What
-stalls is aborted, and the next link makes a new communicator. For device memory; other end: nccl_server.py.
+Layers that are ready together travel as one message: packed and digested by one launch, announced by one write to the connection. Checked
+by the receiver, which takes payloads into memory of its own and copies from there: after a revoke nothing more lands. What stalls is
+aborted, and the next link makes a new communicator. For device memory; other end: nccl_server.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from common.keyring import Key
+from common.kv_layout import DTYPE_BYTES
+from kernels.digest import MASK
+from kernels.kv_copy import Segment, TileShape
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Device, Moment
 from kv_transfer.push import Push, Span
@@ -19,10 +23,10 @@ from kv_transfer.transports.base import Target
 from kv_transfer.transports.tcp import TcpLink
 
 SLOT_BYTES = 64 << 20  # the largest message
-_SLOTS = 2  # one is filled while the other one travels
+SLOTS = 3  # on either side: one is filled, one travels, one is copied to its blocks
 _JOIN_TIMEOUT_S = 10.0
 _PROBE_MESSAGES = 4
-_PROBE_BYTES = 8 << 20
+_PROBE_BYTES = 32 << 20
 
 
 @dataclass
@@ -31,8 +35,17 @@ class _Slot:
     sent: Moment | None = None
 
 
+@dataclass
+class _Batch:
+    """Spans that become one message, and where each begins in it."""
+
+    parts: list[tuple[Push, Span]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class NcclLink:
-    """A connection and a communicator to one decode rank.
+    """A connection and a communicator to one decode rank. It digests what it packs.
 
     Units: io_timeout_s: longest wait without progress
     Raises: as `TcpLink`; PeerLost if the communicator does not come about
@@ -49,24 +62,45 @@ class NcclLink:
         except BaseException:
             self._control.close()
             raise
+        self._geometry = target.geometry
         self._lane = device.lane()
-        self._slots = [_Slot(device.empty(SLOT_BYTES)) for _ in range(_SLOTS)]
+        self._tally = self._lane.tally()  # of everything this link has ever packed
+        self._digest_taken = self._digest_read = 0
+        self._slots = [_Slot(device.empty(SLOT_BYTES)) for _ in range(SLOTS)]
         self._turn = 0
+        self._batch = _Batch()
         self._sources: list[Push] = []  # that may still be read
 
     def write(self, push: Push, deadline: Deadline) -> None:
         assert push.device is not None  # all pushes of a link come from the same pools
         self._sources.append(push)
-        self._lane.after(push.device.ready)
+        block_bytes = 2 * push.num_heads * self._geometry.head_block_bytes
+        step = min(wire.MAX_BLOCKS, max(1, SLOT_BYTES // block_bytes))
         for span in push.spans:
-            per_block = push.token_bytes * (span.end - span.begin)
-            step = min(wire.MAX_BLOCKS, max(1, SLOT_BYTES // per_block))
             for i in range(0, span.count, step):
-                self._send(push, Span(span.first_logical + i, min(step, span.count - i), span.begin, span.end), per_block, deadline)
+                part = Span(span.first_logical + i, min(step, span.count - i), span.begin, span.end)
+                nbytes = part.count * block_bytes
+                if self._batch.nbytes + nbytes > SLOT_BYTES or len(self._batch.parts) == wire.MAX_BATCH:
+                    self._send(deadline)
+                self._batch.parts.append((push, part))
+                self._batch.offsets.append(self._batch.nbytes)
+                self._batch.nbytes += nbytes
+        self._deadline = deadline
+
+    def submit(self) -> None:
+        if self._batch.parts:
+            self._send(self._deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        self._control.flush(deadline)
+        self.submit()
+        self._control.flush(deadline)  # a batch that has arrived was packed
         self._sources.clear()
+        self._digest_read = self._tally.value()
+
+    def take_digest(self) -> int:
+        part = (self._digest_read - self._digest_taken) & MASK
+        self._digest_taken = self._digest_read
+        return part
 
     def is_lost(self) -> bool:
         return self._control.is_lost()
@@ -81,34 +115,48 @@ class NcclLink:
 
     def probe(self, deadline: Deadline) -> int:
         for _ in range(_PROBE_MESSAGES):
-            self._control.await_window(_SLOTS, deadline)
-            self._control.announce_probe(_PROBE_BYTES, [], deadline)
-            slot = self._slots[self._turn]
-            self._pair.send([slot.memory[:_PROBE_BYTES]], deadline)
-            self._take_turn()
+            self._control.await_window(SLOTS, deadline)
+            self._control.announce_probe(_PROBE_BYTES, deadline)
+            self._travel(_PROBE_BYTES, deadline)
         self._control.flush(deadline)
         return _PROBE_MESSAGES * _PROBE_BYTES
 
-    def _send(self, push: Push, span: Span, per_block: int, deadline: Deadline) -> None:
-        part, nbytes = push.device, span.count * per_block
-        assert part is not None
-        self._control.await_window(_SLOTS, deadline)
+    def _send(self, deadline: Deadline) -> None:
+        batch, self._batch = self._batch, _Batch()
+        self._control.await_window(SLOTS, deadline)
         slot = self._slots[self._turn]
         if slot.sent is not None:
             self._lane.after(slot.sent)
+        last = batch.parts[-1][0]
+        assert last.device is not None
+        self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
+        address = slot.memory.data_ptr()
+        segments = [self._segment(*part, address + offset) for part, offset in zip(batch.parts, batch.offsets, strict=True)]
+        self._lane.copy(segments, self._shape(last), last.device.key, self._tally)
+        self._control.announce_batch(batch.parts, deadline)
+        self._pair.after(self._lane.mark())
+        self._travel(batch.nbytes, deadline)
+
+    def _travel(self, nbytes: int, deadline: Deadline) -> None:
+        slot = self._slots[self._turn]
+        self._pair.send([slot.memory[:nbytes]], deadline)
+        slot.sent = self._pair.mark()
+        self._turn = (self._turn + 1) % SLOTS
+
+    def _shape(self, push: Push) -> TileShape:
+        g, heads = self._geometry, push.source.shape[2]
+        return TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, push.num_heads, push.num_heads, g.num_kv_heads)
+
+    def _segment(self, push: Push, span: Span, target: int) -> Segment:
+        """A span's blocks, packed whole one after the other."""
+        part, block_size = push.device, self._geometry.block_size_tokens
+        assert part is not None
         first = span.first_logical - push.first_logical
-        heads = push.source[:, :, push.source_head : push.source_head + push.num_heads, span.begin : span.end]
+        source, ids = push.source.data_ptr(), None
         if part.source_ids is None:
-            heads, ids = heads[first : first + span.count], None
+            source += first * 2 * push.source.shape[2] * self._geometry.head_block_bytes
         else:
             ids = part.source_ids[first : first + span.count]
-        packed = slot.memory[:nbytes].view(push.source.dtype).view(span.count, *heads.shape[1:])
-        self._lane.pack(heads, ids, packed)
-        self._control.announce(push, span, nbytes, [], deadline)
-        self._pair.after(self._lane.mark())
-        self._pair.send([slot.memory[:nbytes]], deadline)
-        self._take_turn()
-
-    def _take_turn(self) -> None:
-        self._slots[self._turn].sent = self._pair.mark()
-        self._turn = (self._turn + 1) % _SLOTS
+        origin = span.first_logical * block_size
+        tokens = (origin + span.begin, origin + (span.count - 1) * block_size + span.end)
+        return Segment(source, target, push.source_head, 0, ids, None, tokens, span.first_logical, push.layer, push.first_head)

@@ -1,6 +1,6 @@
 """The receiving end of nccl: headers as over tcp, payloads into the connection's own memory, then checked and copied under a grant's lock.
 
-One message is received while the one before is copied. A stalled sender holds that memory, not blocks; after `io_timeout_s` its
+Batches are received while the one before is copied. A stalled sender holds that memory, not blocks; after `io_timeout_s` its
 communicator is aborted and the connection closed.
 """
 
@@ -12,30 +12,29 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from common.keyring import Key
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Device, Moment, Pair
-from kv_transfer.grants import GrantTable
+from kv_transfer.grants import GrantTable, Received
 from kv_transfer.transports import tcp_wire as wire
-from kv_transfer.transports.nccl import SLOT_BYTES
+from kv_transfer.transports.nccl import SLOT_BYTES, SLOTS
 from kv_transfer.transports.tcp_server import TcpServer, receive
-from kv_transfer.transports.tcp_wire import PushHeader
+from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader
 
-_SLOTS = 2
+_EAGER_S = 2e-3  # a wait that is over soon does not sleep
 _POLL_S = 50e-6
 
 
 @dataclass(frozen=True)
 class _Arriving:
+    """`sequence`: of its last push."""
+
     sequence: int
-    header: PushHeader
-    ids: np.ndarray
-    epochs: np.ndarray
-    payload: Tensor
+    messages: list[Received]
     here: Moment
+    since_s: float
 
 
 class NcclServer(TcpServer):
@@ -55,25 +54,58 @@ class NcclServer(TcpServer):
             pair.abort()
 
     def _serve_pair(self, sock: socket.socket, session: bytes, pair: Pair) -> None:
-        slots = [self._device.empty(SLOT_BYTES) for _ in range(_SLOTS)]
+        slots = [self._device.empty(SLOT_BYTES) for _ in range(SLOTS)]
         arriving: deque[_Arriving] = deque()
         readable = select.poll()
         readable.register(sock, select.POLLIN)
-        sequence = 0
+        sequence = turn = 0
         while True:
-            if arriving and (len(arriving) == _SLOTS or not readable.poll(0)):
-                self._finish(sock, session, pair, arriving.popleft())
-                continue
+            if arriving and arriving[0].here.is_past():
+                batch = arriving.popleft()
+                self._answer(sock, session, batch.sequence, batch.messages)
+            elif not arriving or (len(arriving) < SLOTS and readable.poll(0)):
+                batch = self._receive_batch(sock, session, sequence, slots[turn], pair)
+                sequence, turn = batch.sequence, (turn + 1) % SLOTS
+                arriving.append(batch)
+            else:
+                self._wait(pair, arriving[0])
+
+    def _receive_batch(self, sock: socket.socket, session: bytes, sequence: int, slot: Tensor, pair: Pair) -> _Arriving:
+        """Takes the headers of a batch and enqueues the arrival of its payload in `slot`. `sequence`: of the push before"""
+        head = bytearray(wire.BATCH.size + wire.MAC_BYTES)
+        receive(sock, memoryview(head), may_idle=True)
+        messages, used = [], 0
+        for _ in range(wire.decode_batch(session, bytes(head), sequence + 1)):
             sequence += 1
             header, ids, epochs = self._receive_header(sock, session, sequence)
-            payload = slots[sequence % _SLOTS][: header.payload_bytes]
-            pair.receive([payload], Deadline(self._io_timeout_s))
-            arriving.append(_Arriving(sequence, header, ids, epochs, payload, pair.mark()))
+            nbytes = header.payload_bytes if header.transfer_id == wire.PROBE_ID else self._packed_bytes(header)
+            if used + nbytes > SLOT_BYTES:
+                raise MalformedMessage(f"a batch of more than {SLOT_BYTES} bytes")
+            messages.append(Received(header, ids, epochs, slot[used : used + nbytes]))
+            used += nbytes
+        pair.receive([slot[:used]], Deadline(self._io_timeout_s))
+        return _Arriving(sequence, messages, pair.mark(), time.monotonic())
 
-    def _finish(self, sock: socket.socket, session: bytes, pair: Pair, message: _Arriving) -> None:
-        deadline = Deadline(self._io_timeout_s)
-        while not message.here.is_past():
-            pair.check()
-            deadline.check("receiving over nccl")
-            time.sleep(_POLL_S)
-        self._answer(sock, session, message.sequence, message.header, message.ids, message.epochs, message.payload)
+    def _answer(self, sock: socket.socket, session: bytes, sequence: int, messages: list[Received]) -> None:
+        super()._answer(sock, session, sequence, [self._unpacked(message) for message in messages])
+
+    def _packed_bytes(self, header: PushHeader) -> int:
+        """Payloads are whole blocks, whatever of them is meant."""
+        return header.num_blocks * 2 * header.num_heads * self._grants.head_block_bytes
+
+    def _unpacked(self, message: Received) -> Received:
+        header, block_size = message.header, self._grants.block_size_tokens
+        is_partial = 0 <= header.begin < header.end <= block_size and (header.begin, header.end) != (0, block_size)
+        if header.transfer_id == wire.PROBE_ID or not is_partial:
+            return message
+        assert isinstance(message.payload, Tensor)
+        tiles = message.payload.view(header.num_blocks * 2 * header.num_heads, block_size, -1)
+        return message._replace(payload=tiles[:, header.begin : header.end].reshape(-1))
+
+    def _wait(self, pair: Pair, batch: _Arriving) -> None:
+        """Raises: TimeoutError, which ends the connection, after `io_timeout_s` without the batch; PeerLost"""
+        pair.check()
+        waited = time.monotonic() - batch.since_s
+        if waited > self._io_timeout_s:
+            raise TimeoutError("a batch was announced and did not come over nccl")
+        time.sleep(0 if waited < _EAGER_S else _POLL_S)

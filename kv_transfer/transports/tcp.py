@@ -34,6 +34,7 @@ _SLICE_S = 0.1  # how often a wait looks at its deadline
 _CONNECT_TIMEOUT_S = 5.0
 _PROBE_MESSAGES, _PROBE_BYTES = 4, 256 << 10
 
+_Message = tuple[PushHeader, np.ndarray, np.ndarray]  # with block ids and epochs
 _REFUSALS: dict[Status, tuple[type[KVTransferError], str]] = {
     Status.UNKNOWN_TRANSFER: (TransferGivenUp, "the transfer was revoked or never granted"),
     Status.WRONG_INCARNATION: (PeerLost, "the decode group was replaced"),
@@ -108,25 +109,17 @@ class TcpLink:
 
     def probe(self, deadline: Deadline) -> int:
         for _ in range(_PROBE_MESSAGES):
-            self.announce_probe(_PROBE_BYTES, [memoryview(bytes(_PROBE_BYTES))], deadline)
+            self._send_message(self._probe_message(_PROBE_BYTES), [memoryview(bytes(_PROBE_BYTES))], deadline)
         self.flush(deadline)
         return _PROBE_MESSAGES * _PROBE_BYTES
 
-    def announce_probe(self, nbytes: int, payload: list[memoryview], deadline: Deadline) -> None:
-        """Sends the header of a message that only measures, and its payload as far as it goes over this connection."""
-        block = np.zeros(1, np.int64)
-        self._send_message(
-            PushHeader(wire.PROBE_ID, self._target.incarnation, 0, 0, 1, 0, 1, 0, 1, nbytes), block, block, payload, deadline
-        )
+    def announce_batch(self, parts: list[tuple[Push, Span]], deadline: Deadline) -> None:
+        """Sends the headers of spans whose payloads travel otherwise, as one; the receiver answers once."""
+        self._announce([_header(push, span) for push, span in parts], deadline)
 
-    def announce(self, push: Push, span: Span, nbytes: int, payload: list[memoryview], deadline: Deadline) -> None:
-        """Sends a span's header, and its payload of `nbytes` as far as that goes over this connection."""
-        part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
-        header = PushHeader(
-            push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
-            span.begin, span.end, push.first_head, push.num_heads, nbytes,
-        )  # fmt: skip
-        self._send_message(header, push.target_ids[part], push.target_epochs[part], payload, deadline)
+    def announce_probe(self, nbytes: int, deadline: Deadline) -> None:
+        """The same for a message that only measures."""
+        self._announce([self._probe_message(nbytes)], deadline)
 
     def await_window(self, messages: int, deadline: Deadline) -> None:
         """Returns once fewer than `messages` are unacknowledged. Raises: as `flush`"""
@@ -176,15 +169,25 @@ class TcpLink:
         return session
 
     def _send_span(self, push: Push, span: Span, deadline: Deadline) -> None:
-        part = slice(span.first_logical - push.first_logical, span.first_logical - push.first_logical + span.count)
-        payload = _payload(push, span, push.source_ids[part])
-        self.announce(push, span, sum(map(len, payload)), payload, deadline)
+        payload = _payload(push, span, push.source_ids[_blocks(push, span)])
+        self._send_message(_header(push, span), payload, deadline)
 
-    def _send_message(self, header: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload: list[memoryview], deadline: Deadline) -> None:
-        self._sequence += 1
-        head = wire.encode_push(self._session, self._sequence, header, ids, epochs)
-        self._send([memoryview(head), *payload], deadline)
+    def _send_message(self, message: _Message, payload: list[memoryview], deadline: Deadline) -> None:
+        self._send([memoryview(self._encode(message)), *payload], deadline)
         self._unacknowledged.append(self._sequence)
+
+    def _announce(self, messages: list[_Message], deadline: Deadline) -> None:
+        batch = wire.encode_batch(self._session, self._sequence + 1, len(messages))
+        self._send([memoryview(batch + b"".join(map(self._encode, messages)))], deadline)
+        self._unacknowledged.append(self._sequence)
+
+    def _encode(self, message: _Message) -> bytes:
+        self._sequence += 1
+        return wire.encode_push(self._session, self._sequence, *message)
+
+    def _probe_message(self, nbytes: int) -> _Message:
+        block = np.zeros(1, np.int64)
+        return PushHeader(wire.PROBE_ID, self._target.incarnation, 0, 0, 1, 0, 1, 0, 1, nbytes), block, block
 
     def _has_reply(self) -> bool:
         """A refusal that is here already should be noticed now, not when the window is full."""
@@ -233,6 +236,21 @@ class TcpLink:
                     raise TransferTimeout(f"{self._name} has taken nothing for {self._io_timeout_s} s") from None
             except OSError as exc:
                 raise PeerLost(f"lost {self._name}: {exc}") from exc
+
+
+def _blocks(push: Push, span: Span) -> slice:
+    """A span's blocks among its push's."""
+    first = span.first_logical - push.first_logical
+    return slice(first, first + span.count)
+
+
+def _header(push: Push, span: Span) -> _Message:
+    part, nbytes = _blocks(push, span), span.count * push.token_bytes * (span.end - span.begin)
+    header = PushHeader(
+        push.transfer_id, push.incarnation, push.layer, span.first_logical, span.count,
+        span.begin, span.end, push.first_head, push.num_heads, nbytes,
+    )  # fmt: skip
+    return header, push.target_ids[part], push.target_epochs[part]
 
 
 def _payload(push: Push, span: Span, ids: np.ndarray) -> list[memoryview]:

@@ -13,11 +13,10 @@ import threading
 from collections import Counter
 
 import numpy as np
-from torch import Tensor
 
 from common.errors import KVTransferError
 from common.keyring import Key
-from kv_transfer.grants import GrantTable
+from kv_transfer.grants import GrantTable, Received
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader, Status
@@ -114,7 +113,7 @@ class TcpServer:
             header, ids, epochs = self._receive_header(sock, session, sequence)
             payload = staging[: header.payload_bytes]
             receive(sock, payload)
-            self._answer(sock, session, sequence, header, ids, epochs, payload)
+            self._answer(sock, session, sequence, [Received(header, ids, epochs, payload)])
 
     def _receive_header(self, sock: socket.socket, session: bytes, sequence: int) -> tuple[PushHeader, np.ndarray, np.ndarray]:
         head = bytearray(wire.PUSH.size)
@@ -123,23 +122,15 @@ class TcpServer:
         receive(sock, memoryview(tail))
         return wire.decode_push(session, sequence, bytes(head), bytes(tail))
 
-    def _answer(
-        self,
-        sock: socket.socket,
-        session: bytes,
-        sequence: int,
-        header: PushHeader,
-        ids: np.ndarray,
-        epochs: np.ndarray,
-        payload: memoryview | Tensor,
-    ) -> None:
-        """Has a received message checked and copied, and tells the sender."""
-        status = self._grants.write(header, ids, epochs, payload)
-        self._count("probes" if header.transfer_id == wire.PROBE_ID else status.name.lower())
-        if status is Status.OK and header.transfer_id != wire.PROBE_ID:
-            self._count("bytes", len(payload))
+    def _answer(self, sock: socket.socket, session: bytes, sequence: int, messages: list[Received]) -> None:
+        """Has received messages checked and copied, and tells the sender."""
+        status = self._grants.write(messages)
+        transfer_id = messages[0].header.transfer_id
+        self._count("probes" if transfer_id == wire.PROBE_ID else status.name.lower(), len(messages))
+        if status is Status.OK and transfer_id != wire.PROBE_ID:
+            self._count("bytes", sum(len(message.payload) for message in messages))
         elif status is not Status.OK:
-            logger.debug("kv tcp: refused a write of transfer %x: %s", header.transfer_id, status.name)
+            logger.debug("kv tcp: refused a write of transfer %x: %s", transfer_id, status.name)
         sock.sendall(wire.encode_reply(session, status, sequence))
 
 

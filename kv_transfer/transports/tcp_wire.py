@@ -4,6 +4,7 @@
     sender -> receiver   JOIN     magic, version, nonce, MAC
     receiver -> sender   REPLY    to sequence 0
     sender -> receiver   PAIR     magic, id of a communicator, MAC                                 (nccl only; payloads then go over it)
+    sender -> receiver   BATCH    number of pushes whose payloads come as one, MAC                  (nccl only; one reply, to the last push)
     sender -> receiver   PUSH     header with sequence 1, 2, ..., block ids, epochs, MAC, payload
     receiver -> sender   REPLY    magic, status, sequence, MAC
 
@@ -39,7 +40,10 @@ PUSH = struct.Struct("<4sIQQQIIIHHHHQ")
 REPLY = struct.Struct("<4sIQ")
 _BAD_MAC = "bad MAC; do both sides share cluster.key_file?"
 PAIR = struct.Struct("<4s128s")
-_HELLO_MAGIC, _JOIN_MAGIC, _PUSH_MAGIC, _REPLY_MAGIC, _PAIR_MAGIC = b"TKVH", b"TKVJ", b"TKVP", b"TKVR", b"TKVN"
+BATCH = struct.Struct("<4sIQ")
+MAX_BATCH = 64
+_HELLO_MAGIC, _JOIN_MAGIC, _PUSH_MAGIC, _REPLY_MAGIC = b"TKVH", b"TKVJ", b"TKVP", b"TKVR"
+_PAIR_MAGIC, _BATCH_MAGIC = b"TKVN", b"TKVB"
 
 
 class Status(IntEnum):
@@ -164,6 +168,25 @@ def decode_pair(session: bytes, data: bytes) -> bytes:
     magic, pair_id = PAIR.unpack(head)
     _check_magic(magic, _PAIR_MAGIC, VERSION)
     return pair_id
+
+
+def encode_batch(session: bytes, sequence: int, count: int) -> bytes:
+    """`sequence`: of the first push that follows."""
+    head = BATCH.pack(_BATCH_MAGIC, count, sequence)
+    return head + _mac(session, head)
+
+
+def decode_batch(session: bytes, data: bytes, sequence: int) -> int:
+    """Returns: how many pushes follow
+
+    Raises: MalformedMessage
+    """
+    head, mac = data[: BATCH.size], data[BATCH.size :]
+    _check_mac(session, head, mac)
+    magic, count, got = BATCH.unpack(head)
+    if magic != _BATCH_MAGIC or got != sequence or not 1 <= count <= MAX_BATCH:
+        raise MalformedMessage(f"{count} pushes from message {got} where a batch from {sequence} of at most {MAX_BATCH} was due")
+    return count
 
 
 def encode_reply(session: bytes, status: Status, sequence: int) -> bytes:

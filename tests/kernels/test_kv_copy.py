@@ -69,7 +69,7 @@ def segment_of(case: Case, source: torch.Tensor, target: torch.Tensor | None, la
     first = case.tokens[0] // case.block_size
     count = -(-case.tokens[1] // case.block_size) - first
     source_ids = torch.randperm(7)[:count].int() if case.shuffled else None
-    target_ids = torch.randperm(7)[:count].int()
+    target_ids = torch.randperm(7)[:count].int() if case.shuffled else None
     address = target.data_ptr() if target is not None else 0
     heads = (case.source_head, case.target_head)
     return Segment(source.data_ptr(), address, *heads, source_ids, target_ids, case.tokens, first, layer, MODEL_HEADS - case.num_heads)

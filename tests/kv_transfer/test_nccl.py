@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
 from common.errors import KVTransferError
 from kv_transfer.deadline import Deadline
@@ -65,6 +68,35 @@ def test_messages_larger_than_a_slot_are_cut(monkeypatch: pytest.MonkeyPatch) ->
         prefill.push_chunk(1, 0, TOKENS)
         assert prefill.finish(1)[0].error is None
         assert_handed_over(prefill, decode, 1)
+
+
+def test_layers_that_wait_together_travel_as_one_message() -> None:
+    messages: list[int] = []
+    all_pushed = threading.Event()
+
+    class Counting(EmulatedPair):
+        def send(self, tensors: Sequence[Tensor], deadline: Deadline) -> None:
+            messages.append(sum(len(tensor) for tensor in tensors))
+            super().send(tensors, deadline)
+
+    class LateDevice(EmulatedDevice):
+        def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> EmulatedPair:
+            assert all_pushed.wait(within(10.0))
+            return Counting(pair_id.decode(), rank, deadline)
+
+    g = geometry(2)
+    prefill = PrefillGroup(g, 1, TOKENS + 5, "nccl", sender_options={"device": LateDevice()})
+    decode = DecodeGroup(g, 1, ("nccl",))
+    with joined(prefill, decode):
+        prefill.begin(decode.reserve(1, TOKENS + 5))
+        prefill.push_chunk(1, 0, TOKENS + 5)
+        all_pushed.set()
+        results = prefill.finish(1)
+        assert results[0].error is None
+        assert_handed_over(prefill, decode, 1)
+        assert decode.receivers[0].verify(1).digest == results[0].digest_per_rank[0]
+    layer_bytes = 2 * g.num_kv_heads * g.head_block_bytes * g.blocks_for(TOKENS + 5)
+    assert [size for size in messages if size != nccl._PROBE_BYTES] == [g.num_layers * layer_bytes]
 
 
 def test_a_sender_whose_communicator_never_comes_is_hung_up_on() -> None:

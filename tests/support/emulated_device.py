@@ -96,9 +96,6 @@ class EmulatedLane:
         self._work.put(lambda: host.copy_(pool.index_select(0, ids)))
         return host
 
-    def pack(self, pool: Tensor, ids: Tensor | None, into: Tensor) -> None:
-        self._work.put(lambda: into.copy_(pool if ids is None else pool.index_select(0, ids)))
-
     def fetch(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor)
         self._work.put(lambda: host.copy_(tensor))
