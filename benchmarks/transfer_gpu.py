@@ -1,6 +1,6 @@
 """KV transfer between two GPUs of one host: builds, checks every byte, breaks things, then measures; a short table last.
 
-    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 400] [--seconds 140]
+    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 500] [--seconds 190]
 
 Every group is a process that sees one GPU only, as Ray gives it one; groups of several ranks hold all of them in that process. Parts are
 guarded: one that fails or hangs prints the end of its traceback, and the others go on with fresh processes. Figures come first, since
@@ -29,9 +29,9 @@ from kv_transfer.transports import nixl
 
 PROMPT = 8192
 PART_S = 25.0
-LONGER_PARTS_S = {"race": 35.0, "faults": 35.0, "nccl faults": 35.0}
+LONGER_PARTS_S = {"every pair": 40.0, "race": 40.0, "faults": 35.0, "nccl faults": 35.0}
 FIRST_COMPILE = ("kv_copy", "device_memory")
-TIMING, RACE = "benchmarks.transfer_gpu_timing", "benchmarks.transfer_gpu_race"
+TIMING, RACE, COMMIT = (f"benchmarks.transfer_gpu_{name}" for name in ("timing", "race", "commit"))
 
 
 class PartTimeout(Exception):
@@ -333,6 +333,13 @@ class Bench:
         self.decode.ask("reserve", transfer_id, tokens)
         self.say(f"{tokens} tokens, check at commit (digest of all layers): {self.decode.ask('verify_ms', transfer_id):.3f} ms")
 
+    def commit(self) -> None:
+        for tokens in (PROMPT, 1024):
+            got = self.decode.ask("call", COMMIT, "commit_to_step", tokens)
+            self.say(f"{tokens} tokens, commit to first decode step: {got['to_step_ms']:.3f} ms (worst {got['to_step_worst_ms']:.3f}); "
+                     f"with a step of one small kernel and its token told: {got['to_token_ms']:.3f} ms")  # fmt: skip
+            self.records.append({"commit_to_step": got, "tokens": tokens})
+
     def overlap(self, tokens: int, total_ms: float, graph: bool) -> None:
         self.open_long(tokens=tokens)
         reservations = []
@@ -366,16 +373,17 @@ def parts(bench: Bench) -> dict[str, Callable[[], None]]:
         "1024 tokens": lambda: bench.hand_over_ms(1024),
         "overlap": lambda: bench.overlap(PROMPT, 100.0, False),
         "overlap 1024": lambda: bench.overlap(1024, 20.0, True),
+        "commit": bench.commit,
         "kernel": bench.kernel,
         "every pair": bench.every_pair,
-        "faults": bench.faults,
-        "race": bench.race,
         "nccl": lambda: bench.checked("nccl"),
         "nccl rates": bench.nccl_rates,
-        "nccl faults": bench.nccl_faults,
+        "race": bench.race,
         "auto": bench.auto,
-        "tcp": lambda: bench.checked("tcp"),
         "nixl": bench.nixl,
+        "nccl faults": bench.nccl_faults,
+        "faults": bench.faults,
+        "tcp": lambda: bench.checked("tcp"),
     }
 
 
@@ -383,8 +391,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the records")
     parser.add_argument("--only", nargs="+", help="names of parts")
-    parser.add_argument("--victims", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=140.0, help="after which parts are not begun")
+    parser.add_argument("--victims", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=190.0, help="after which parts are not begun")
     arguments = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a pair has no use for multicast
     began = time.monotonic()

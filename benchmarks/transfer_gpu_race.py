@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.transfer_gpu_groups import Side
 
 LAYERS, LEASE_S, KEPT_S = 4, 0.05, 0.03
-RACE_S, END_S = 15.0, 8.0  # in which transfers are begun, and in which the last ones must be over
+RACE_S, END_S = 20.0, 8.0  # in which transfers are begun, and in which the last ones must be over
 WRITER = types_pb2.GroupDescription(incarnation=4, address="p", ranks=[types_pb2.ProcessIdentity(host="elsewhere", pid=1)])
 WRITERS = ((1, 65), (2, 48), (1, 100), (2, 17))  # tp, tokens
 DELAYS_MS = (0, 0, 0, 2, 20, 80)

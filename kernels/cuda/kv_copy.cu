@@ -87,9 +87,11 @@ __device__ __forceinline__ uint64_t times(uint32_t word, uint64_t multiplier) {
   return static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(word))) * multiplier;
 }
 
-template <bool WRITE>
+__device__ bool writes(const Plan& plan) { return plan.segments[0].target != nullptr; }
+
 __device__ void load(const Plan& plan, Shared& shared, int lane) {
   const Share share(plan);
+  const bool has_target = writes(plan);
   const int64_t tile_bytes = static_cast<int64_t>(plan.block_size) * plan.row_bytes;
   int s = 0;
   for (int j = 0; j < share.count; j++) {
@@ -103,7 +105,7 @@ __device__ void load(const Plan& plan, Shared& shared, int lane) {
       const int index = number - segment.first_tile;
       const int head = index % plan.num_heads, kv = index / plan.num_heads % 2, block = index / plan.num_heads / 2;
       const int64_t source_block = segment.source_ids ? segment.source_ids[block] : block;
-      const int64_t target_block = WRITE && segment.target_ids ? segment.target_ids[block] : block;
+      const int64_t target_block = has_target && segment.target_ids ? segment.target_ids[block] : block;
       tile.multiplier = segment.heads[kv * plan.model_heads + head];
       tile.origin = (segment.first_logical + block) * plan.block_size;
       tile.begin = max(segment.start - tile.origin, 0);
@@ -111,7 +113,7 @@ __device__ void load(const Plan& plan, Shared& shared, int lane) {
       const int skipped = tile.begin * plan.row_bytes;
       tile.offset = static_cast<int32_t>(lane * tile_bytes) + skipped;
       source = segment.source + (source_block * 2 + kv) * plan.source_kv_bytes + head * tile_bytes + skipped;
-      if (WRITE) tile.target = segment.target + (target_block * 2 + kv) * plan.target_kv_bytes + head * tile_bytes + skipped;
+      if (has_target) tile.target = segment.target + (target_block * 2 + kv) * plan.target_kv_bytes + head * tile_bytes + skipped;
       if (tile.begin > 0 || tile.end < plan.block_size)
         tile.bytes = max(tile.end - tile.begin, 0) * plan.row_bytes;
       else if (lane % plan.run_tiles == 0)
@@ -203,7 +205,7 @@ __device__ uint64_t digest(const Plan& plan, Shared& shared, int team, int warp,
   return total;
 }
 
-template <bool WRITE, int LANES>
+template <int LANES>
 __global__ void __launch_bounds__(THREADS, 1) copy_kernel(const __grid_constant__ Plan plan) {
   DYNAMIC_SHARED(memory);
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -211,15 +213,15 @@ __global__ void __launch_bounds__(THREADS, 1) copy_kernel(const __grid_constant_
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&shared.full[i], plan.stage_tiles);
-      barrier_init(&shared.empty[i], TEAM_WARPS + WRITE);
+      barrier_init(&shared.empty[i], TEAM_WARPS + (writes(plan) ? 1 : 0));
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (warp == LOADER) {
-    load<WRITE>(plan, shared, lane);
+    load(plan, shared, lane);
   } else if (warp == STORER) {
-    if (WRITE) store(plan, shared, lane);
+    if (writes(plan)) store(plan, shared, lane);
   } else {
     uint64_t total = digest<LANES>(plan, shared, warp / TEAM_WARPS, warp % TEAM_WARPS, lane);
 #pragma unroll
@@ -234,31 +236,27 @@ __global__ void __launch_bounds__(THREADS, 1) copy_kernel(const __grid_constant_
   *plan.seen = atomicAdd(plan.digest, 0ull);
 }
 
-template <bool WRITE, int LANES>
+template <int LANES>
 int start(const Plan& plan, int blocks, void* stream) {
   const int stages = (plan.num_tiles + plan.stage_tiles - 1) / plan.stage_tiles, shared_bytes = sizeof(Shared);
   const dim3 grid(min(blocks, max(stages, 1)));
 #ifdef TANDEM_EMULATE
-  emulation::run(grid, THREADS, shared_bytes, [&] { copy_kernel<WRITE, LANES>(plan); });
+  emulation::run(grid, THREADS, shared_bytes, [&] { copy_kernel<LANES>(plan); });
   return 0;
 #else
   static std::atomic<uint64_t> prepared{0};  // devices, one bit each
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess && !(prepared.load() >> device & 1)) {
-    error = cudaFuncSetAttribute(copy_kernel<WRITE, LANES>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    error = cudaFuncSetAttribute(copy_kernel<LANES>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error == cudaSuccess) prepared |= uint64_t{1} << device;
   }
   if (error != cudaSuccess) return static_cast<int>(error);
-  copy_kernel<WRITE, LANES><<<grid, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
+  copy_kernel<LANES><<<grid, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
   return static_cast<int>(cudaGetLastError());
 #endif
 }
 
-template <int LANES>
-int start(const Plan& plan, int blocks, void* stream) {
-  return plan.segments[0].target ? start<true, LANES>(plan, blocks, stream) : start<false, LANES>(plan, blocks, stream);
-}
 }  // namespace
 
 // `blocks`: thread blocks, one a multiprocessor: what the copy may take from whatever else runs.
