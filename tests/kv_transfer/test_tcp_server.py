@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.proto import worker_pb2
-from kv_transfer.grants import GrantTable
+from kv_transfer.grants import GrantTable, Received
 from kv_transfer.receiver import Receiver
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader, Status
@@ -62,6 +62,12 @@ class Message:
 
 
 GOOD = Message()
+
+
+def received(message: Message) -> Received:
+    return Received(message.header, np.array(message.ids), np.array(message.epochs), memoryview(message.payload))
+
+
 LIES = {
     "unknown transfer": (replace(GOOD, transfer_id=78), Status.UNKNOWN_TRANSFER),
     "other incarnation": (replace(GOOD, incarnation=INCARNATION - 1), Status.WRONG_INCARNATION),
@@ -189,9 +195,27 @@ def test_a_revoke_between_check_and_copy_is_heeded() -> None:
             pass
 
     table.get(TRANSFER).lock = RevokedWhileWaiting()
-    status = table.write(GOOD.header, np.array(GOOD.ids), np.array(GOOD.epochs), memoryview(GOOD.payload))
-    assert status is Status.UNKNOWN_TRANSFER
+    assert table.write([received(GOOD)]) is Status.UNKNOWN_TRANSFER
     assert view.full.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        (replace(GOOD, epochs=(3, 2)), Status.WRONG_EPOCH),
+        (replace(GOOD, transfer_id=TRANSFER + 1), Status.UNKNOWN_TRANSFER),
+        (replace(GOOD, layer=99), Status.BAD_LAYER),
+    ],
+)
+def test_of_messages_that_came_together_none_is_written_if_one_is_bad(bad: Message, status: Status) -> None:
+    view, _ = poisoned_view(GEOMETRY, 1, 0, (12, 6), shared=False)
+    table = GrantTable(view, INCARNATION)
+    table.add(TRANSFER, BLOCKS, PROMPT)
+    assert table.write([received(GOOD), received(bad)]) is status
+    assert view.full.isnan().all()
+    assert table.get(TRANSFER).head_bytes == [0, 0]
+    assert table.write([received(GOOD), received(GOOD)]) is Status.OK
+    assert not view.full.isnan().all()
 
 
 def test_strangers_without_the_key_are_hung_up_on(receiver: Receiver) -> None:
@@ -313,7 +337,7 @@ def test_thousands_of_lying_headers_are_refused_or_stay_within_the_grant() -> No
             message = replace(message, ids=tuple(rng.randrange(14) for _ in message.ids))
         if rng.random() < 0.5:
             message = replace(message, payload_bytes=rng.randrange(0, 20_000))
-        status = table.write(message.header, np.array(message.ids), np.array(message.epochs), memoryview(message.payload))
+        status = table.write([received(message)])
         accepted += status is Status.OK
     granted = torch.zeros(12, dtype=torch.bool)
     granted[[5, 2, 9]] = True
