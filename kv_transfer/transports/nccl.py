@@ -70,6 +70,7 @@ class NcclLink:
         self._turn = 0
         self._batch = _Batch()
         self._sources: list[Push] = []  # that may still be read
+        self._packed: Moment | None = None  # when the last of them has been
 
     def write(self, push: Push, deadline: Deadline) -> None:
         assert push.device is not None  # all pushes of a link come from the same pools
@@ -107,7 +108,7 @@ class NcclLink:
 
     def settle(self) -> bool:
         self._pair.abort()
-        return self._control.settle()
+        return self._control.settle() and (self._packed is None or self._packed.is_past())
 
     def close(self) -> None:
         self._pair.abort()
@@ -134,7 +135,8 @@ class NcclLink:
         segments = [self._segment(*part, address + offset) for part, offset in zip(batch.parts, batch.offsets, strict=True)]
         self._lane.copy(segments, self._shape(last), last.device.key, self._tally)
         self._control.announce_batch(batch.parts, deadline)
-        self._pair.after(self._lane.mark())
+        self._packed = self._lane.mark()
+        self._pair.after(self._packed)
         self._travel(batch.nbytes, deadline)
 
     def _travel(self, nbytes: int, deadline: Deadline) -> None:
