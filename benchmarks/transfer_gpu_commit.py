@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import ServingError
 from common.kv_layout import KVGeometry
 from common.kv_proto import geometry_to_proto
 from common.proto import types_pb2, worker_pb2
@@ -29,8 +30,8 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.ledger import TransferLedger
 from kv_transfer.pool_view import TORCH_DTYPE, PoolView
 from kv_transfer.receiver import Receiver
-from model.batch import SequenceView
 from model.control import LeaderChannel
+from model.decode_step import StepRows
 from model.sampling import SamplingState, TokenChoice
 
 if TYPE_CHECKING:
@@ -43,15 +44,21 @@ MAX_BATCH, VOCAB_SIZE, ANSWER_S = 4, 1000, 30.0
 class NoStep:
     """Notes when it is called, and puts one small kernel on the device."""
 
+    lookahead = 0
+
     def __init__(self, device: str):
         self._work = torch.zeros(1, device=device)
-        self.called: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()
+        self._rows = 0
+        self.called: queue.SimpleQueue[float] = queue.SimpleQueue()
 
-    def step(self, views: Sequence[SequenceView], keys: Sequence[int], states: Sequence[SamplingState] | None) -> list[TokenChoice]:
-        began = time.perf_counter()
-        self._work.add_(1).item()
-        self.called.put((began, time.perf_counter()))
-        return [TokenChoice(5) for _ in views]
+    def launch(self, rows: StepRows, states: Sequence[SamplingState] | None) -> None:
+        self.called.put(time.perf_counter())
+        self._work.add_(1)
+        self._rows = len(rows.views)
+
+    def finish(self) -> list[TokenChoice | ServingError]:
+        self._work.item()
+        return [TokenChoice(5) for _ in range(self._rows)]
 
 
 class Engine:
@@ -97,7 +104,7 @@ class Engine:
         )
         began = time.perf_counter()
         self._put(cmd.Commit(commit)).result(ANSWER_S)
-        stepped, _ = self.step.called.get(timeout=ANSWER_S)
+        stepped = self.step.called.get(timeout=ANSWER_S)
         published = self.published.get(timeout=ANSWER_S)
         return stepped - began, published - began
 

@@ -17,6 +17,7 @@ from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from model.batch import SequenceView, build_prefill_batch
 from model.build import build_model
+from model.decode_step import StepRows
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
 from model.sampling import SamplingState, TokenChoice
@@ -76,8 +77,9 @@ class Colocated:
         running = [self.admit(prompt, place, max_tokens) for place, prompt in enumerate(prompts)]
         for _ in range(max_tokens - 1):
             views = [sequence.view(self._config.window_tokens) for sequence in running]
-            choices = self._step.step(views, [id(sequence) for sequence in running], [sequence.state for sequence in running])
-            for sequence, choice in zip(running, choices or [], strict=True):
+            rows = StepRows(views, [id(sequence) for sequence in running], [False] * len(running), is_greedy=True)
+            self._step.launch(rows, [sequence.state for sequence in running])
+            for sequence, choice in zip(running, self._step.finish() or [], strict=True):
                 assert isinstance(choice, TokenChoice), choice
                 sequence.tokens.append(choice.token_id)
                 sequence.state.record(choice.token_id)
