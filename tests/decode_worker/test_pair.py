@@ -224,7 +224,8 @@ async def test_cancelled_at_random_moments_every_block_is_free_within_a_second(c
 async def test_deadline_ends_a_request_typed_in_each_leg(client):
     waiting = [asyncio.create_task(client.generate(prompt_of(500, seed), GREEDY)) for seed in range(2)]
     await asyncio.sleep(0.05)
-    in_queue = await client.generate(prompt_of(40), GREEDY, deadline_ms=20)
+    alone = replace(GREEDY, max_tokens=1)  # nothing is reserved, so that no other leg's deadline passes first
+    in_queue = await client.generate(prompt_of(40), alone, deadline_ms=20)
     await asyncio.gather(*waiting)
     in_decode = await client.generate(prompt_of(10), replace(GREEDY, max_tokens=1000), deadline_ms=600)
     assert in_queue.error == "DEADLINE_EXCEEDED"
