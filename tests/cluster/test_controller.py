@@ -13,7 +13,7 @@ from common.proto import control_pb2
 from tests.support.fake_rank import fake_rank_actor
 from tests.support.pool_cluster import PoolCluster, connected_ray, kill, pool_cluster, pools_config, until_gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,6 @@ REQUESTS = 150
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_spoilt_messages_a_kill_a_stop_and_clients_that_leave_cost_no_token_no_block_and_no_ending(tmp_path):
     settings = FaultSettings(str(tmp_path), seed=3, one_in=16, delay_s=0.2)
