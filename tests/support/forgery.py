@@ -40,6 +40,7 @@ class Forger:
             "tcp join": self.join,
             "tcp push, bits flipped": self.flipped_push,
             "tcp push, replayed or of another session": self.replayed_push,
+            "tcp batch": self.batch,
             "tcp reply": self.reply,
             "token": self.token,
         }
@@ -95,6 +96,13 @@ class Forger:
         if self._random.random() < 0.5:
             return self._passes(lambda: tcp_wire.decode_push(session, 2, head, tail))
         return self._passes(lambda: tcp_wire.decode_push(self._session(), 1, head, tail))
+
+    def batch(self) -> bool:
+        session = self._session()
+        good = tcp_wire.encode_batch(session, 5, self._random.randint(1, tcp_wire.MAX_BATCH))
+        if self._random.random() < 0.5:
+            return self._passes(lambda: tcp_wire.decode_batch(session, self._flip(good), 5))
+        return self._passes(lambda: tcp_wire.decode_batch(*self._random.choice(((session, good, 6), (self._session(), good, 5)))))
 
     def reply(self) -> bool:
         session = self._session()
