@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -35,9 +36,11 @@ async def start(harmony: HarmonyFormat, ids_of, shared_stack: Stack) -> AsyncIte
 
     `answer`: text, Script, or function of (request, index).
     """
+    loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as fresh:
 
         async def run(answer: Answer = ANSWER, settings: FrontendSettings | None = None, key: str = "unused") -> Stack:
+            assert asyncio.get_running_loop() is loop, "the test's module lacks pytest.mark.asyncio(loop_scope='module')"
             script = Script(ids_of(answer)) if isinstance(answer, str) else answer
             function = script if callable(script) else lambda request, index: script
             if settings is not None:

@@ -16,6 +16,7 @@ from tests.support.certificates import Authority, Files
 from tests.support.pace import within
 from tests.support.spans import read_spans
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"model": "gpt-oss-20b", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
