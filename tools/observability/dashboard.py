@@ -100,6 +100,10 @@ POOLS = Row(
               _one("sum by (pool) (tandem_context_tokens)", "{{pool}}")),
         Panel("Prefill time", "s", "One prompt, first chunk to sampled token.", _quantiles("tandem_prefill_seconds", "pool", "{{pool}}")),
         Panel("Decode step", "s", "One step of the whole batch.", _quantiles("tandem_step_seconds", "pool", "{{pool}}")),
+        Panel(
+            "Admission", "s", "What one turn's grants and checks took while sequences ran.",
+            _quantiles("tandem_operations_seconds", "pool", "{{pool}}"),
+        ),
         Panel("Decode tokens", "short", "Sampled per second.", _one(_rate("tandem_decode_tokens_total", "pool"), "{{pool}}")),
         Panel("Ended early", "short", "Requests that decode groups ended before their last token, per second.",
               _one(_rate("tandem_aborts_total", "pool, reason"), "{{pool}} {{reason}}")),
