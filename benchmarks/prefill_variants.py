@@ -94,11 +94,10 @@ def using(*, window: Callable | None = None, zero_padding: bool = False, fast: b
     if window is not None:
         changes += [(model.prefill_inputs, "window_attention", window), (model.prefill_pieces, "window_attention", window)]
     swiglu = {(True, True): fast_swiglu_and_zero, (True, False): swiglu_and_zero, (False, True): fast_swiglu}.get((zero_padding, fast))
-    for module in (model.prefill_cuda, model.prefill_pieces):
-        if zero_padding:
-            changes.append((module, "permute_rows", permute_and_zero))
-        if swiglu is not None:
-            changes.append((module, "swiglu_quantize", swiglu))
+    if zero_padding:
+        changes.append((model.prefill_cuda, "permute_rows", permute_and_zero))
+    if swiglu is not None:
+        changes.append((model.prefill_cuda, "swiglu_quantize", swiglu))
     saved = [(module, name, getattr(module, name)) for module, name, _ in changes]
     for module, name, op in changes:
         setattr(module, name, op)

@@ -126,8 +126,9 @@ def _reach(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host:  # a word that Ray resolves, such as "auto"
         return
+    bare = host.rpartition("//")[2].strip("[]")  # without a scheme, and without the brackets of an IPv6 address
     try:
-        socket.create_connection((host, int(port)), REACH_S).close()
+        socket.create_connection((bare, int(port)), REACH_S).close()
     except (OSError, ValueError) as exc:
         raise ConfigError(f"no Ray cluster answers at {address}: {exc}") from exc
 

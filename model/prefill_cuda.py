@@ -190,6 +190,13 @@ class CudaPrefill:
             residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS,
             inverse_rms=inverse_rms,
         )  # fmt: skip
+        return self.run_experts(index, residual, inverse_rms, rows, counts, num_tokens)
+
+    def run_experts(
+        self, index: int, residual: Tensor, inverse_rms: Tensor, rows: tuple[Tensor, Tensor], counts: Tensor, num_tokens: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
+        """Router and experts of a layer; `rows`: the residual's quantised norm. Returns: y [M, C], routing, each choice's row [T, k]"""
+        config, layer = self.config, self.weights.layers[index]
         offset = None if self.logit_offset is None else self.logit_offset[index, : residual.shape[0]]
         routing = route(
             residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,

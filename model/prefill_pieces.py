@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prompt import PromptAttention, window_attention
-from kernels.gemm_fp8 import grouped_gemm_fp8
-from kernels.moe_prefill import combine, permute_rows, swiglu_quantize
+from kernels.moe_prefill import combine
 from kernels.norm import add_norm, add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS, empty_fp8_rows
 from kernels.rope_kv import rope_write_kv
-from kernels.router import route
 from model.kv_cache import KVCache
 from model.parallel import PendingSum
 from model.prefill_inputs import ChunkInputs, PromptChunkAttention
@@ -129,14 +127,6 @@ class PiecewisePrefill:
                 residual[piece], layer.mlp_norm, config.rms_norm_eps, delta=pending(), delta_bias=layer.o_bias,
                 bias_columns=BIAS_COLUMNS, inverse_rms=inverse_rms[piece], out=(q[piece], scales[piece]),
             )  # fmt: skip
-        offset = None if p.logit_offset is None else p.logit_offset[index, : residual.shape[0]]
-        routing = route(
-            residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
-            first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
-        )  # fmt: skip
-        rows = permute_rows(q, scales, routing, alignment=p.row_alignment, first_expert=layer.first_expert)
-        gate_up = grouped_gemm_fp8(rows.q, rows.scales, *layer.gate_up, rows)
-        h = swiglu_quantize(gate_up, rows, alpha=config.swiglu_alpha, limit=config.swiglu_limit, bias_columns=BIAS_COLUMNS)
-        y = grouped_gemm_fp8(*h, *layer.down, rows)
+        y, routing, rows = p.run_experts(index, residual, inverse_rms, (q, scales), counts, num_tokens)
         for number, piece in enumerate(pieces):
-            sums[number] = p.group.start_all_reduce(combine(y, rows.rows[piece], routing.expert_weights[piece]))
+            sums[number] = p.group.start_all_reduce(combine(y, rows[piece], routing.expert_weights[piece]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 
 import pytest
@@ -20,6 +21,16 @@ def test_connecting_where_nobody_listens_says_so_at_once():
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}"):
         connect(address, None, "tandem-test")
     assert time.monotonic() - began < within(1.0)
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_a_place_where_somebody_listens_is_left_to_ray(monkeypatch, form):
+    asked = []
+    monkeypatch.setattr("cluster.local_ray.ray.init", lambda address, **_: asked.append(address))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = form.format(f"127.0.0.1:{server.getsockname()[1]}")
+        connect(address, None, "tandem-test")
+    assert asked == [address]
 
 
 def test_a_down_without_its_ray_ends_and_says_what_it_could_not_stop(tmp_path, monkeypatch, caplog):
