@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import socket
 import statistics
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from model.peer_memory import open_peers
 COLUMNS, BATCHES, VOCAB = 2880, (1, 2, 4, 8, 16, 32, 64, 128), 201088
 MEETINGS_A_GRAPH, ROUNDS = 72, 30
 EPS = 1e-5
+LIMIT_S = 60.0  # after which a rank tells where it hangs, and ends
 
 
 def parts_of(ranks: int, rows: int, seed: int) -> torch.Tensor:
@@ -179,15 +182,21 @@ class Bench:
 def rank_main(rank: int, ranks: int, gpus: int, rendezvous: str, store: str, meetings: int, pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % gpus)  # as under Ray: a process sees its own GPU alone
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     bench = Bench(rank, ranks, rendezvous)
-    lines = [bench.check_sums(meetings), bench.check_tokens(), bench.check_absent()]
+    checks = [partial(bench.check_sums, meetings), bench.check_tokens, bench.check_absent]
     if ranks == 2:  # the tiny model has two KV heads
-        lines.append(check_served(group=bench.links.compute))
+        checks.append(partial(check_served, group=bench.links.compute))
+    for check in checks:
+        line = check()
+        if rank == 0:
+            print(line, flush=True)
     with_nccl = gpus >= ranks
     if with_nccl:
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=bench.device)
         dist.all_reduce(torch.zeros(8, device=bench.device))
-    pipe.send((lines, bench.times(with_nccl) if with_nccl else []))
+    pipe.send(bench.times(with_nccl) if with_nccl else [])
     bench.meet()
     if with_nccl:
         dist.destroy_process_group()
@@ -221,13 +230,11 @@ def main() -> None:
             process.join(30)
             process.kill()
         store.unlink(missing_ok=True)
-    for line in results[0][0]:
-        print(line)
     facts = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }  # fmt: skip
     records = []
-    for rows in zip(*(times for _, times in results), strict=True):
+    for rows in zip(*results, strict=True):
         slowest = {name: None if rows[0][name] is None else round(max(row[name] for row in rows), 2) for name in rows[0]}
         records.append({"ranks": args.ranks, "columns": COLUMNS, **slowest, **facts})
         print("  ".join(f"{name} {value}" for name, value in slowest.items()))

@@ -28,13 +28,16 @@ import torch
 from benchmarks.prefill_checks import CHECKS
 from benchmarks.prefill_kernels import gemm_rows, kernel_rows
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, make_cache, random_prompt, uniform_logits
+from benchmarks.prefill_shadow import SIZES, check_size
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
 from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
+from model.prefill_weights import SERVED_PROJECTIONS
 
 GRAPH_TOKENS = 2048
 RUNS = 7
+FORWARDS = (0, 1)  # sizes whose GEMMs compile in seconds
 # ms: floor, vLLM 0.24 on the same GPU, goal, prediction of this version
 TARGETS = {
     ("120b", 1024): (28, 62.6, 38, 40.5), ("120b", 4096): (36, 111, None, 64), ("120b", 8192): (60, 199, 100, 114),
@@ -126,6 +129,8 @@ def run_checks(report: Report, compilers: Compilers, only: set[str]) -> None:
             compilers.wait()
         torch.manual_seed(20250805)
         report.section(f"check {name}", lambda name=name, check=check: report.say(f"ok   {name}: {check()}"))
+    for number in FORWARDS if not only else ():
+        report.section(f"forward {number}", lambda n=number: report.say(check_size("cuda", SIZES[n], SERVED_PROJECTIONS)))
 
 
 def time_kernels(report: Report, model: str, tokens: int) -> None:
@@ -171,8 +176,6 @@ def time_model(report: Report, model: str, lengths: list[int], unique_layers: in
     for tokens in lengths:
         served = replace(BASE, graph=tokens <= GRAPH_TOKENS)
         for variant in (served, *(AB_1024 if tokens == 1024 else AB_8192 if tokens == 8192 else ())):
-            if projections != "fp8" and variant is not served:
-                continue
             report.section(
                 f"{model} {tokens} {variant.name}",
                 lambda t=tokens, v=variant: _time_length(report, prefills[v.contiguous], model, t, unique_layers, commit, v, projections),
@@ -241,7 +244,7 @@ def _time_length(
         torch=torch.__version__, commit=commit, distinct_layers=unique_layers or config.num_layers, graph=graph is not None,
         projections=projections,
     )  # fmt: skip
-    if tokens in (1024, 8192) and projections == "fp8":
+    if tokens in (1024, 8192):
         report.section(
             f"breakdown {model} {tokens}", lambda: _breakdown(report, lambda: run(prompts[0]), (model, tokens) == ("120b", 8192))
         )
@@ -289,7 +292,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated names of checks")
     parser.add_argument("--models", default="20b,120b")
     parser.add_argument("--lengths", default="1024,4096,8192,32768")
-    parser.add_argument("--bf16-lengths", default="1024,8192,32768", help="lengths of 120b measured again with QKV in bf16")
+    parser.add_argument("--projections", default=SERVED_PROJECTIONS, help="fp8, bf16_qkv or bf16; several with commas between")
     parser.add_argument("--layers-unique", type=int, help="reuse the weights of this many distinct layers")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -307,14 +310,11 @@ def main() -> None:
     if args.time:
         for model in args.models.split(","):
             lengths = [int(n) for n in args.lengths.split(",")]
-            for projections in ("fp8", "bf16_qkv"):
-                if projections != "fp8":
-                    lengths = [int(n) for n in args.bf16_lengths.split(",") if n] if model == "120b" else []
-                if lengths:
-                    report.section(
-                        f"model {model} {projections}",
-                        lambda m=model, n=lengths, p=projections: time_model(report, m, n, args.layers_unique, args.commit, p),
-                    )
+            for projections in args.projections.split(","):
+                report.section(
+                    f"model {model} {projections}",
+                    lambda m=model, n=lengths, p=projections: time_model(report, m, n, args.layers_unique, args.commit, p),
+                )
         for model, tokens in (("120b", 8192), ("120b", 1024)):
             report.section(f"kernels {model} {tokens}", lambda m=model, t=tokens: time_kernels(report, m, t))
     print("\n==== summary\n" + "\n".join(report.lines))

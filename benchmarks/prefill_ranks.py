@@ -3,7 +3,8 @@
     python3 benchmarks/prefill_ranks.py --tp 2 --out DIR
 
 Random weights of the true shapes as in `benchmarks/prefill.py`; what ranks share (embedding, norms, routers, router logits) is the same on
-all of them. Times are rank 0's, from a CPU batch to its logits, all ranks starting together. Writes DIR/prefill_ranks.json.
+all of them. Times are rank 0's, from a CPU batch to its logits, all ranks starting together; beside them until the host had launched all of
+it, and the profiler's sums of kernel times. Writes DIR/prefill_ranks.json.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import torch
 
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, random_prompt, uniform_logits
 from common.rank_spec import RankSpec
-from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
+from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8, row_alignment
 from kernels.moe_prefill import permute_rows
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
 from kernels.router import fold_router, route
+from model.batch import StepBatch
 from model.config import ModelConfig
 from model.group import open_group
 from model.kv_cache import KVCache
@@ -84,7 +86,7 @@ def compile_ahead(model: str, tp: int, tokens: int) -> None:
                 x[:count], inverse[:count], layer.router, layer.router_bias, 4, counts.zero_(), first_expert=layer.first_expert
             )  # fmt: skip
             rows = quantize_rows(x[:count], bias_columns=BIAS_COLUMNS)
-            placed = permute_rows(*rows, routing, alignment=128, first_expert=layer.first_expert)
+            placed = permute_rows(*rows, routing, alignment=row_alignment(4 * count / config.num_experts), first_expert=layer.first_expert)
             gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
             grouped_gemm_fp8(*quantize_rows(gate_up[:, ::2].contiguous(), bias_columns=BIAS_COLUMNS), *layer.down, placed)
     torch.cuda.synchronize()
@@ -151,12 +153,13 @@ def time_layout(
             config, weights, group, block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, pieces=count
         )  # fmt: skip
         prefill.logit_offset = offset
-        times = []
+        times, hosts = [], []
         for prompt in prompts:
             group.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
             start = time.perf_counter()
             logits = prefill.forward(prompt, kv)
+            hosts.append((time.perf_counter() - start) * 1e3)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e3)
             assert logits is None or bool(logits.isfinite().all()), "logits are not finite"
@@ -164,8 +167,18 @@ def time_layout(
         yield {
             "model": f"gpt-oss-{model}", "layout": f"tp{group.size}" + (f"-ep{ep}" if ep > 1 else ""), "tokens": tokens, "pieces": count,
             "median_ms": round(statistics.median(kept), 3), "min_ms": round(kept[0], 3), "max_ms": round(kept[-1], 3), "runs": len(kept),
-            "projections": "bf16_qkv",
+            "projections": "bf16_qkv", "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(prefill, prompts[0], kv),
         }  # fmt: skip
+
+
+def _device_ms(prefill: CudaPrefill, prompt: StepBatch, kv: KVCache) -> dict[str, float]:
+    """Time of all kernels of one run, and of NCCL's, which include the wait for the other ranks."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        prefill.forward(prompt, kv)
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spent = {"kernels_ms": kernels, "nccl_ms": [event for event in kernels if "nccl" in event.name.lower()]}
+    return {name: round(sum(event.device_time for event in events) / 1e3, 3) for name, events in spent.items()}
 
 
 def rank_main(args: argparse.Namespace) -> None:

@@ -14,7 +14,16 @@ from common.errors import ShapeError
 from kernels.moe_prefill import ExpertRows
 from kernels.reference import FP8_BLOCK, FP8_MAX, fp8_dequant_blocks_ref, fp8_dequant_rows_ref
 
-ROW_ALIGNMENT = 128
+_FEW_ROWS = 64
+
+
+def row_alignment(rows_per_expert: float) -> int:
+    """Where experts' rows may start: the rows of a tile of their GEMMs. Measured (docs/performance.md): tiles of 128 rows multiply faster,
+    but where an expert has few rows, most of such a tile would be padding.
+
+    Units: rows_per_expert: the mean over experts
+    """
+    return 64 if rows_per_expert <= _FEW_ROWS else 128
 
 
 def gemm_fp8(a: Tensor, a_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:

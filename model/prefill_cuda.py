@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prefill import AttentionHeads, attention_workspace
-from kernels.gemm_fp8 import ROW_ALIGNMENT, grouped_gemm_fp8
+from kernels.gemm_fp8 import grouped_gemm_fp8, row_alignment
 from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows, swiglu_quantize
 from kernels.norm import add_norm, add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS
@@ -56,7 +56,6 @@ class CudaPrefill:
         block_size: int,
         device: torch.device | str,
         max_positions: int,
-        row_alignment: int = ROW_ALIGNMENT,
         contiguous: bool = True,
         pieces: int = PIECES,
         least_piece_tokens: int = LEAST_PIECE_TOKENS,
@@ -66,7 +65,6 @@ class CudaPrefill:
         self.device = torch.device(device)
         self.logit_offset: Tensor | None = None
         self.group = group
-        self.row_alignment = row_alignment
         self.block_size = block_size
         self.max_positions = max_positions
         first = weights.layers[0]
@@ -202,7 +200,8 @@ class CudaPrefill:
             residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
             first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
         )  # fmt: skip
-        expert_rows = permute_rows(*rows, routing, alignment=self.row_alignment, first_expert=layer.first_expert)
+        alignment = row_alignment(residual.shape[0] * config.experts_per_token / config.num_experts)
+        expert_rows = permute_rows(*rows, routing, alignment=alignment, first_expert=layer.first_expert)
         gate_up = grouped_gemm_fp8(expert_rows.q, expert_rows.scales, *layer.gate_up, expert_rows)
         h = swiglu_quantize(gate_up, expert_rows, alpha=config.swiglu_alpha, limit=config.swiglu_limit, bias_columns=BIAS_COLUMNS)
         return grouped_gemm_fp8(*h, *layer.down, expert_rows), routing, expert_rows.rows

@@ -38,9 +38,9 @@ def _permute_rows(
 
 
 @triton.jit
-def _gated(gate, alpha, FAST: tl.constexpr):
-    """gate * sigmoid(alpha * gate); FAST: the hardware's exponential and reciprocal without the handling of subnormal numbers."""
-    if FAST:
+def _gated(gate, alpha, ON_GPU: tl.constexpr):
+    """gate * sigmoid(alpha * gate); on a GPU by its exponential and reciprocal, without the handling of subnormal numbers."""
+    if ON_GPU:
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gate * (alpha * -1.4426950408889634)], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -54,7 +54,7 @@ def _gated(gate, alpha, FAST: tl.constexpr):
 def _swiglu_quantize(
     x_ptr, ends_ptr, q_ptr, scale_ptr, scale_stride, alpha, limit,
     INTERMEDIATE: tl.constexpr, GROUPS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     group = tl.program_id(1)
@@ -73,7 +73,7 @@ def _swiglu_quantize(
         gate, up = tl.split(tl.reshape(x.to(tl.float32), (ROWS, 128, 2)))
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        h = (up + 1.0) * _gated(gate, alpha, FAST)
+        h = (up + 1.0) * _gated(gate, alpha, ON_GPU)
         scale = group_scales(h, group, GROUPS - 1, BIAS)
         inverse = 1.0 / scale
         q = h * inverse[:, None]
@@ -108,12 +108,12 @@ def launch_swiglu_quantize(
     bias_columns: int,
     row_block: int = 16,
     num_warps: int = 4,
-    fast: bool = False,
 ) -> None:
     """x [M, 2I] bf16 interleaved -> q [M, P] fp8 and scales [M, P/128]; only row blocks that hold a token are touched."""
     experts = ends.shape[0]
     groups = scales.shape[1]
     _swiglu_quantize[(x.shape[0] // row_block, groups)](
         x, ends, q, scales, scales.stride(1), alpha, limit, INTERMEDIATE=x.shape[1] // 2, GROUPS=groups, EXPERTS=experts,
-        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, FAST=fast, num_warps=num_warps,
+        PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, ON_GPU=x.is_cuda,
+        num_warps=num_warps,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def _window_attention(
 
 
 def launch_window_attention(
-    q, k, v, sinks, out, window_tokens: int, sm_scale: float, *, block_m: int = 128, block_n: int = 64, num_warps: int = 4
+    q, k, v, sinks, out, window_tokens: int, sm_scale: float, *, block_m: int = 64, block_n: int = 64, num_warps: int = 4
 ) -> None:
     """q [T, H, D], the last T of S tokens; k, v [S, K, D]; sinks [H] fp32; out [T, H, D]: filled."""
     tokens, q_heads, head_dim = q.shape

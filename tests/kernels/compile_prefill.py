@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_ops import moe_prefill, norm, packed_window_attention, padding_rows, quantize, rope_kv, router, window_attention
+from kernels.triton_ops import moe_prefill, norm, quantize, rope_kv, router, window_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"bf16": "*bf16", "fp8": "*fp8e4nv", "f32": "*fp32", "i32": "*i32"}
@@ -49,14 +49,7 @@ def main() -> None:
         ),
         "window_attention": compile_kernel(
             window_attention._window_attention, "bf16 bf16 bf16 f32 bf16", "i32 i32 fp32",
-            Q_HEADS=64, KV_HEADS=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=128, BLOCK_N=64, TILES=4, DOT=tl.bfloat16,
-        ),
-        "packed_window_attention": compile_kernel(
-            packed_window_attention._packed_window_attention, "bf16 bf16 bf16 f32 bf16", "i32 i32 fp32",
-            Q_HEADS=64, KV_HEADS=8, GROUP=8, PADDED_GROUP=8, HEAD_DIM=64, WINDOW=128, TOKENS=16, BLOCK_N=32, TILES=5, DOT=tl.bfloat16,
-        ),
-        "zero_padding_rows": compile_kernel(
-            padding_rows._zero_padding_rows, "i32 i32", WORDS=736, PADDED_WORDS=1024, ALIGN=128, ROWS=8,
+            Q_HEADS=64, KV_HEADS=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=64, BLOCK_N=64, TILES=3, DOT=tl.bfloat16,
         ),
         "permute_rows": compile_kernel(
             moe_prefill._permute_rows, "i32 i32 i32 i32 f32 i32 i32 i32 f32", "i32 i32 i32",
@@ -64,7 +57,7 @@ def main() -> None:
         ),
         "swiglu_quantize": compile_kernel(
             moe_prefill._swiglu_quantize, "bf16 i32 fp8 f32", "i32 fp32 fp32",
-            INTERMEDIATE=2880, GROUPS=23, ALIGN=128, ROWS=16, BIAS=32, FAST=True, **experts,
+            INTERMEDIATE=2880, GROUPS=23, ALIGN=128, ROWS=16, BIAS=32, ON_GPU=True, **experts,
         ),
     }  # fmt: skip
     for name, ptx in built.items():

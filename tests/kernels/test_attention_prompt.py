@@ -56,15 +56,6 @@ def test_window_attention_kernel_equals_reference(case):
     torch.testing.assert_close(out, window_attention(q, k, v, sinks, case.window), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [*CASES[:-3], Case(45, q_heads=4, kv_heads=1, window=32, earlier=5)], ids=str)
-def test_tiles_of_all_heads_of_a_group_give_the_same(case):
-    ops = interpreted_ops("packed_window_attention")
-    q, k, v, sinks = make(case)
-    out = poisoned(*q.shape)
-    ops.launch_packed_window_attention(q, k, v, sinks, out, case.window, HEAD_DIM**-0.5, tokens=8, block_n=16)
-    torch.testing.assert_close(out, window_attention(q, k, v, sinks, case.window), rtol=1e-4, atol=1e-5)
-
-
 def test_window_attention_sees_the_key_at_its_edge_and_none_beyond():
     ops = interpreted_ops("window_attention")
     q, sinks = torch.full((90, 2, HEAD_DIM), 4.0), torch.full((2,), -50.0)
