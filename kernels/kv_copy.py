@@ -22,6 +22,7 @@ from kernels.digest import MASK, DigestKey, kv_digest
 
 MAX_SEGMENTS = 64
 COPY_BLOCKS = 16  # thread blocks of a copy that runs beside a prefill
+WIDE_COPY_BLOCKS = 64  # of one that nothing is computed for any more: as much as the link takes
 _STAGE_BYTES, _MAX_STAGE_TILES = 16384, 16  # as in kv_copy.cu
 _SEGMENT, _COMMON = Struct("<5Q4i"), Struct("<4Q2q8i")
 

@@ -11,20 +11,19 @@ from torch import Tensor
 from common.errors import KernelError, NotSupportedError
 from kernels.device_memory import DeviceMemory, MappedMemory
 from kernels.digest import DigestKey
-from kernels.kv_copy import COPY_BLOCKS, Segment, Tally, TileShape, kv_copy
+from kernels.kv_copy import COPY_BLOCKS, WIDE_COPY_BLOCKS, Segment, Tally, TileShape, kv_copy
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Moment
 from kv_transfer.nccl_pair import CudaMoment, NcclPair, new_id
 
 
 class CudaLane:
-    """A CUDA stream of low priority. Units: blocks: thread blocks of a copy"""
+    """A CUDA stream."""
 
-    def __init__(self, device: torch.device, blocks: int):
+    def __init__(self, device: torch.device):
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)
         self._handle: int = self._stream.cuda_stream
-        self._blocks = blocks
 
     def after(self, moment: Moment) -> None:
         assert isinstance(moment, CudaMoment)
@@ -34,8 +33,8 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             return Tally(self._stream.device)
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
-        kv_copy(segments, shape, key, tally, stream=self._handle, blocks=self._blocks)
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally, *, wide: bool = False) -> None:
+        kv_copy(segments, shape, key, tally, stream=self._handle, blocks=WIDE_COPY_BLOCKS if wide else COPY_BLOCKS)
 
     def upload(self, data: np.ndarray) -> Tensor:
         with torch.cuda.stream(self._stream):
@@ -58,12 +57,9 @@ class CudaLane:
 
 
 class CudaDevice:
-    """Units: copy_blocks: multiprocessors that copies may take from the forward pass, per lane"""
-
-    def __init__(self, device: torch.device, copy_blocks: int = COPY_BLOCKS):
+    def __init__(self, device: torch.device):
         self.index = device.index or 0
         self._device = torch.device("cuda", self.index)
-        self._copy_blocks = copy_blocks
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         return DeviceMemory(self._device, nbytes)
@@ -92,7 +88,7 @@ class CudaDevice:
         return NcclPair(pair_id, rank, self._device, deadline)
 
     def lane(self) -> CudaLane:
-        return CudaLane(self._device, self._copy_blocks)
+        return CudaLane(self._device)
 
 
 def _upload(data: np.ndarray, device: torch.device) -> Tensor:

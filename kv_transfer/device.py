@@ -58,8 +58,11 @@ class Lane(Protocol):
     def tally(self) -> Tally:
         """Returns: what digests of this lane's copies add up in"""
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
-        """Enqueues `kernels.kv_copy.kv_copy`; what the tally says is valid when a later `mark` is past."""
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally, *, wide: bool = False) -> None:
+        """Enqueues `kernels.kv_copy.kv_copy`; what the tally says is valid when a later `mark` is past.
+
+        Units: wide: it may take as many multiprocessors as make it fastest, not only those that a prefill does not miss
+        """
 
     def upload(self, data: np.ndarray) -> Tensor:
         """Enqueues a copy to the device; `data` may be changed after the return."""

@@ -30,8 +30,10 @@ from kv_transfer.push import Push
 from kv_transfer.transports.base import Target
 
 SCRATCH_BYTES = 16 << 20  # behind the pools, for probes
-_BATCH_BYTES = 128 << 20  # a launch waits for its last layer, so the last one must end within a millisecond after it
-_BUSY_LAUNCHES = 2  # one runs and the next one waits: more of them would be only smaller
+# Layers gather as long as the sender has more at hand: each launch costs about ten microseconds of start and end. Enough for the first
+# launch, for one behind it, and for any (a launch waits for its last layer, so the last one must end within a millisecond after it).
+_ENOUGH_BYTES = (8 << 20, 32 << 20, 128 << 20)
+_WIDE_BYTES = 32 << 20  # of layers that are all there: they did not come from a prefill that computes beside the copy
 _PROBE_COPIES = 8
 _WATCH_S = 0.1
 _EAGER_S = 2e-3  # a wait that is over soon does not sleep
@@ -123,11 +125,11 @@ class CudaIpcLink:
         self._check_ids(push)
         self._batch.append(push)
         self._batch_bytes += push.nbytes
-        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) == MAX_SEGMENTS or self._num_launched() < _BUSY_LAUNCHES:
+        if len(self._batch) == MAX_SEGMENTS or self._is_enough():
             self.submit()
 
     def submit(self) -> None:
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        batch, nbytes, self._batch, self._batch_bytes = self._batch, self._batch_bytes, [], 0
         if not batch:
             return
         last = batch[-1]
@@ -135,7 +137,8 @@ class CudaIpcLink:
             raise LayoutMismatch("cuda_ipc copies from pools on a GPU only")
         self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
         shape = self._shape(last.source.shape[2], last.num_heads)
-        self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._tally)
+        wide = nbytes >= _WIDE_BYTES and last.device.ready.is_past()
+        self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._tally, wide=wide)
         self._in_flight.append(_Launch(last.device.ready, self._lane.mark(), batch))
 
     def flush(self, deadline: Deadline) -> None:
@@ -183,7 +186,7 @@ class CudaIpcLink:
         target_ids = self._lane.upload(np.arange(count, dtype=np.int32))
         segment = Segment(pool.data_ptr(), self._scratch, 0, 0, source_ids, target_ids, (0, tokens), 0, 0, 0)
         for _ in range(_PROBE_COPIES):
-            self._lane.copy([segment], shape, key, self._tally)
+            self._lane.copy([segment], shape, key, self._tally, wide=True)
         self._in_flight.append(_Launch(None, self._lane.mark(), []))
         self._await(self._in_flight[-1], deadline)
         return _PROBE_COPIES * count * 2 * heads * head_bytes
@@ -207,6 +210,11 @@ class CudaIpcLink:
             push.layer,
             push.first_head,
         )
+
+    def _is_enough(self) -> bool:
+        if self._batch_bytes < _ENOUGH_BYTES[0]:
+            return False
+        return self._batch_bytes >= _ENOUGH_BYTES[min(self._num_launched(), len(_ENOUGH_BYTES) - 1)]
 
     def _num_launched(self) -> int:
         """Returns: how many launches may be under way still"""

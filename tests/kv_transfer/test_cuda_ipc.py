@@ -13,7 +13,9 @@ import torch
 from common.errors import KVTransferError, NotSupportedError, PeerLost
 from kernels.digest import MASK
 from kv_transfer.deadline import Deadline
+from kv_transfer.push import Push
 from kv_transfer.sender import PushResult
+from kv_transfer.transports import cuda_ipc
 from kv_transfer.transports.base import Target
 from kv_transfer.transports.choose import FLOOR_GB_PER_S
 from kv_transfer.transports.cuda_ipc import CudaIpcLink
@@ -85,21 +87,48 @@ def test_what_was_not_launched_when_a_transfer_is_aborted_never_is() -> None:
         assert bool(decode.views[0].full.isnan().all())
 
 
-def test_layers_that_wait_together_go_in_one_launch() -> None:
-    hold, device = threading.Event(), EmulatedDevice()
+def written_at_once(monkeypatch, device: EmulatedDevice, ready: EmulatedMoment) -> list[tuple[int, bool]]:
+    """All layers of a transfer, given to the link one after the other. Returns: layers of each launch, and whether it was a wide one"""
+    pushes: list[tuple[CudaIpcLink, Push]] = []
+    write = CudaIpcLink.write
+    monkeypatch.setattr(CudaIpcLink, "write", lambda link, push, deadline: pushes.append((link, push)))
+    device.computed = lambda: ready
     prefill, decode = groups(device)
     with joined(prefill, decode):
         prefill.begin(decode.reserve(1, TOKENS))
         prefill.push_chunk(1, 0, TOKENS)
-        assert prefill.finish(1)[0].error is None
-        decode.release(1)
-        before = device.num_copies
-        device.before_copy = hold.wait
-        prefill.begin(decode.reserve(2, TOKENS))
-        prefill.push_chunk(2, 0, TOKENS)
-        hold.set()
-        assert prefill.finish(2)[0].error is None
-        assert device.num_copies - before <= prefill.geometry.num_layers
+        give_up = time.monotonic() + within(10.0)
+        while len(pushes) < prefill.geometry.num_layers and time.monotonic() < give_up:
+            time.sleep(0.002)
+        device.copies.clear()  # probes
+        link = pushes[0][0]
+        for _, push in pushes:
+            write(link, push, Deadline(60.0))
+        link.submit()
+        copies = list(device.copies)
+        ready.event.set()
+        link.flush(Deadline(60.0))
+        assert_handed_over(prefill, decode, 1)
+    return copies
+
+
+def test_layers_gather_until_they_are_worth_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = 5 * 2 * 2 * 16 * 16 * 2  # bytes: 80 tokens, all of them within the window
+    monkeypatch.setattr(cuda_ipc, "_ENOUGH_BYTES", (layer, 2 * layer, 100 * layer))
+    assert written_at_once(monkeypatch, EmulatedDevice(), EmulatedMoment()) == [(1, False), (2, False), (1, False)]
+
+
+def test_layers_that_are_all_there_take_more_multiprocessors_if_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, ready = 5 * 2 * 2 * 16 * 16 * 2, EmulatedMoment()
+    ready.event.set()
+    monkeypatch.setattr(cuda_ipc, "_ENOUGH_BYTES", (3 * layer,) * 3)
+    monkeypatch.setattr(cuda_ipc, "_WIDE_BYTES", 3 * layer)
+    assert written_at_once(monkeypatch, EmulatedDevice(), ready) == [(3, True), (1, False)]
+
+
+def test_layers_that_are_not_there_yet_leave_the_multiprocessors_to_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_WIDE_BYTES", 1)
+    assert written_at_once(monkeypatch, EmulatedDevice(), EmulatedMoment()) == [(4, False)]
 
 
 def test_a_host_that_does_not_allow_it_says_so_and_auto_goes_on(caplog: pytest.LogCaptureFixture) -> None:

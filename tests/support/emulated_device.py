@@ -84,7 +84,8 @@ class EmulatedLane:
     def tally(self) -> Tally:
         return Tally(torch.device("cpu"))
 
-    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
+    def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally, *, wide: bool = False) -> None:
+        self._device.copies.append((len(segments), wide))
         self._work.put(self._device.before_copy)
         self._work.put(lambda: self._device.copy(segments, shape, key, tally))
 
@@ -186,7 +187,7 @@ class EmulatedDevice:
     def __init__(self, *, before_copy: Callable[[], object] = lambda: None, allows_mapping: bool = True):
         self.before_copy = before_copy
         self.computed: Callable[[], EmulatedMoment] = _past
-        self.num_copies = 0
+        self.copies: list[tuple[int, bool]] = []  # segments of each launch, and whether it was a wide one
         self.index = 0
         self._allows_mapping = allows_mapping
         self._mappings: list[EmulatedMapping] = []  # those that were not closed stay, as on a GPU
@@ -221,7 +222,6 @@ class EmulatedDevice:
 
     def copy(self, segments: Sequence[Segment], shape: TileShape, key: DigestKey, tally: Tally) -> None:
         """What `kv_copy` does, by its plain twin."""
-        self.num_copies += 1
         for segment in segments:
             count = -(-segment.tokens[1] // shape.block_size) - segment.first_logical
             source = _pool(segment.source, segment.source_ids, count, shape.source_heads, shape)
