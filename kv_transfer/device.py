@@ -17,6 +17,7 @@ from kernels.digest import DigestKey
 from kernels.kv_copy import Segment, Tally, TileShape
 from kv_transfer.deadline import Deadline
 
+WIDE_BYTES = 32 << 20  # of layers that are all there: they did not come from a prefill that computes beside the copy
 _ALIGNMENT = 16
 _TORCH_DTYPE = {"int32": torch.int32, "int64": torch.int64}
 

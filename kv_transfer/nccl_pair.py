@@ -23,6 +23,7 @@ ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _POLL_S = 50e-6
+_EAGER_S = 1e-3  # a call of a pair that is connected is enqueued within microseconds: no sleep, which takes several times as long
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,14 @@ class NcclPair:
 
     def _finish(self, status: int, deadline: Deadline, what: str) -> None:
         """Waits until the call is enqueued on the device: the first ones of a pair set up its connection, which takes both ends."""
-        state = ctypes.c_int(status)
+        state, began = ctypes.c_int(status), time.monotonic()
         while state.value == _IN_PROGRESS:
             if self._comm.value is None:
                 raise PeerLost(f"nccl: can't {what}")
             _library().ncclCommGetAsyncError(self._comm, ctypes.byref(state))
             if state.value == _IN_PROGRESS:
                 deadline.check(f"waiting for NCCL to {what}")
-                time.sleep(_POLL_S)
+                time.sleep(0 if time.monotonic() - began < _EAGER_S else _POLL_S)
         if state.value != _SUCCESS:
             raise PeerLost(f"nccl: can't {what}: {_name(state.value)}")
 

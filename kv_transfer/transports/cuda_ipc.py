@@ -23,7 +23,7 @@ from kernels.digest import MASK, DigestKey
 from kernels.kv_copy import MAX_SEGMENTS, Segment, TileShape
 from kv_transfer import mappings
 from kv_transfer.deadline import Deadline
-from kv_transfer.device import Device, DeviceBuffer, Moment
+from kv_transfer.device import WIDE_BYTES, Device, DeviceBuffer, Moment
 from kv_transfer.handle_exchange import ask_for_handle
 from kv_transfer.pool_view import PoolView
 from kv_transfer.push import Push
@@ -33,7 +33,6 @@ SCRATCH_BYTES = 16 << 20  # behind the pools, for probes
 # Layers gather as long as the sender has more at hand: each launch costs about ten microseconds of start and end. Enough for the first
 # launch, for one behind it, and for any (a launch waits for its last layer, so the last one must end within a millisecond after it).
 _ENOUGH_BYTES = (8 << 20, 32 << 20, 128 << 20)
-_WIDE_BYTES = 32 << 20  # of layers that are all there: they did not come from a prefill that computes beside the copy
 _PROBE_COPIES = 8
 _WATCH_S = 0.1
 _EAGER_S = 2e-3  # a wait that is over soon does not sleep
@@ -137,7 +136,7 @@ class CudaIpcLink:
             raise LayoutMismatch("cuda_ipc copies from pools on a GPU only")
         self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
         shape = self._shape(last.source.shape[2], last.num_heads)
-        wide = nbytes >= _WIDE_BYTES and last.device.ready.is_past()
+        wide = nbytes >= WIDE_BYTES and last.device.ready.is_past()
         self._lane.copy([self._segment(push) for push in batch], shape, last.device.key, self._tally, wide=wide)
         self._in_flight.append(_Launch(last.device.ready, self._lane.mark(), batch))
 

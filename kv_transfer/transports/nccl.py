@@ -16,7 +16,7 @@ from common.kv_layout import DTYPE_BYTES
 from kernels.digest import MASK
 from kernels.kv_copy import Segment, TileShape
 from kv_transfer.deadline import Deadline
-from kv_transfer.device import Device, Moment
+from kv_transfer.device import WIDE_BYTES, Device, Moment
 from kv_transfer.push import Push, Span
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.base import Target
@@ -133,7 +133,8 @@ class NcclLink:
         self._lane.after(last.device.ready)  # the moments of a batch are of one stream, in order
         address = slot.memory.data_ptr()
         segments = [self._segment(*part, address + offset) for part, offset in zip(batch.parts, batch.offsets, strict=True)]
-        self._lane.copy(segments, self._shape(last), last.device.key, self._tally)
+        wide = batch.nbytes >= WIDE_BYTES and last.device.ready.is_past()
+        self._lane.copy(segments, self._shape(last), last.device.key, self._tally, wide=wide)
         self._control.announce_batch(batch.parts, deadline)
         self._packed = self._lane.mark()
         self._pair.after(self._packed)

@@ -122,12 +122,12 @@ def test_layers_that_are_all_there_take_more_multiprocessors_if_they_are_many(mo
     layer, ready = 5 * 2 * 2 * 16 * 16 * 2, EmulatedMoment()
     ready.event.set()
     monkeypatch.setattr(cuda_ipc, "_ENOUGH_BYTES", (3 * layer,) * 3)
-    monkeypatch.setattr(cuda_ipc, "_WIDE_BYTES", 3 * layer)
+    monkeypatch.setattr(cuda_ipc, "WIDE_BYTES", 3 * layer)
     assert written_at_once(monkeypatch, EmulatedDevice(), ready) == [(3, True), (1, False)]
 
 
 def test_layers_that_are_not_there_yet_leave_the_multiprocessors_to_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "_WIDE_BYTES", 1)
+    monkeypatch.setattr(cuda_ipc, "WIDE_BYTES", 1)
     assert written_at_once(monkeypatch, EmulatedDevice(), EmulatedMoment()) == [(4, False)]
 
 
