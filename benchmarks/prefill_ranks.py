@@ -193,7 +193,7 @@ def rank_main(args: argparse.Namespace) -> None:
         if cosine is not None:
             print("RESULT " + json.dumps({"check": f"cosine to one rank alone {cosine:.6f}", "ok": cosine > LEAST_COSINE}), flush=True)
         for ep in (args.tp, 1):
-            for result in time_layout(args.model, args.tokens, group, ep, (1, 2, 4), None, args.layers_unique):
+            for result in time_layout(args.model, args.tokens, group, ep, (1, 2), None, args.layers_unique):
                 if args.rank == 0:
                     print("RESULT " + json.dumps(result), flush=True)
     finally:
