@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from model.kv_cache import KVCache
 from model.layout import cut_for_rank
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
+from model.prefill_graph import PrefillGraph
 from model.prefill_weights import Fp8Weight, PrefillLayer, PrefillWeights, Projections
 
 RUNS, WARM = 7, 2
@@ -118,25 +120,27 @@ def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -
 
 
 def check_group(config: ModelConfig, group: ParallelGroup, device: str, tokens: int, least_piece_tokens: int) -> float | None:
-    """Logits of the group against rank 0 alone with the same weights. Returns: their cosine, on rank 0"""
+    """Logits of the group against rank 0 alone with the same weights, on GPUs also out of a graph. Returns: the least cosine, on rank 0"""
     whole = RandomWeights(config, device, 5).model(projections="bf16_qkv")
     batch, blocks = random_prompt(config, tokens, 3)
-    offset = uniform_logits(config, tokens, device, 2)
+    offset = uniform_logits(config, tokens + 100, device, 2)
 
-    def logits(weights: PrefillWeights, ranks: ParallelGroup) -> torch.Tensor | None:
-        options = {"block_size": BLOCK_SIZE, "device": device, "max_positions": tokens, "least_piece_tokens": least_piece_tokens}
+    def logits(weights: PrefillWeights, ranks: ParallelGroup, *, in_graph: bool = False) -> torch.Tensor | None:
+        options = {"block_size": BLOCK_SIZE, "device": device, "max_positions": tokens + 100, "least_piece_tokens": least_piece_tokens}
         prefill = CudaPrefill(config, weights, ranks, **options)
         prefill.logit_offset = offset
-        return prefill.forward(
-            batch, KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), ranks.size, ranks.rank, blocks, blocks, device)
-        )  # fmt: skip
+        kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), ranks.size, ranks.rank, blocks, blocks, device)
+        if not in_graph:
+            return prefill.forward(batch, kv)
+        with torch.no_grad():
+            return PrefillGraph(prefill, tokens + 100, batch, kv).forward(batch)
 
-    got = logits(slice_of(whole, config, group.size, group.rank), group)
-    if got is None:
+    mine = slice_of(whole, config, group.size, group.rank)
+    got = [logits(mine, group, in_graph=in_graph) for in_graph in (False, True)[: 2 if device == "cuda" else 1]]
+    if group.rank > 0:
         return None
     alone = logits(whole, LocalGroup())
-    assert alone is not None
-    return float(torch.nn.functional.cosine_similarity(got, alone))
+    return min(float(torch.nn.functional.cosine_similarity(each, alone)) for each in got)
 
 
 def time_layout(
@@ -148,17 +152,21 @@ def time_layout(
     kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), group.size, group.rank, kv_blocks, kv_blocks, "cuda")
     offset = uniform_logits(config, tokens, "cuda", 2)
     prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + WARM)]
-    for count in pieces:
+    for count, in_graph in [(1, False), *((count, True) for count in pieces)]:
         prefill = CudaPrefill(
             config, weights, group, block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, pieces=count
         )  # fmt: skip
         prefill.logit_offset = offset
+        forward: Callable[[StepBatch], torch.Tensor | None] = partial(prefill.forward, kv=kv)
+        if in_graph:
+            with torch.no_grad():
+                forward = PrefillGraph(prefill, tokens, prompts[0], kv).forward
         times, hosts = [], []
         for prompt in prompts:
             group.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
             start = time.perf_counter()
-            logits = prefill.forward(prompt, kv)
+            logits = forward(prompt)
             hosts.append((time.perf_counter() - start) * 1e3)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e3)
@@ -166,15 +174,16 @@ def time_layout(
         kept = sorted(times[WARM:])
         yield {
             "model": f"gpt-oss-{model}", "layout": f"tp{group.size}" + (f"-ep{ep}" if ep > 1 else ""), "tokens": tokens, "pieces": count,
+            "graph": in_graph,
             "median_ms": round(statistics.median(kept), 3), "min_ms": round(kept[0], 3), "max_ms": round(kept[-1], 3), "runs": len(kept),
-            "projections": "bf16_qkv", "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(prefill, prompts[0], kv),
+            "projections": "bf16_qkv", "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(forward, prompts[0]),
         }  # fmt: skip
 
 
-def _device_ms(prefill: CudaPrefill, prompt: StepBatch, kv: KVCache) -> dict[str, float]:
+def _device_ms(forward: Callable[[StepBatch], object], prompt: StepBatch) -> dict[str, float]:
     """Time of all kernels of one run, and of NCCL's, which include the wait for the other ranks."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        prefill.forward(prompt, kv)
+        forward(prompt)
         torch.cuda.synchronize()
     kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     spent = {"kernels_ms": kernels, "nccl_ms": [event for event in kernels if "nccl" in event.name.lower()]}

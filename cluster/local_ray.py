@@ -58,7 +58,7 @@ def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay],
     write_secret(token_file, secrets.token_hex(32).encode())
     address = f"127.0.0.1:{free_port()}"
     own_folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={address.rpartition(':')[2]}"]
     command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--num-cpus={num_cpus}", "--disable-usage-stats"]
     command += [f"--temp-dir={own_folder}", f"--object-store-memory={100 << 20}"]
     log = folder / "ray.log"
@@ -72,7 +72,8 @@ def start_local_ray(folder: Path, *, num_cpus: int, record: Callable[[LocalRay],
         if b"will now block forever" in log.read_bytes():
             return ray_node
         time.sleep(0.1)
-    raise WorkerLost(f"Ray did not start within {timeout_s:.0f} s: {' '.join(log.read_text().split())[-400:]}")
+    what = "ended while it started" if ray_node.process.is_dead() else f"did not start within {timeout_s:.0f} s"
+    raise WorkerLost(f"Ray {what}: {' '.join(log.read_text().split())[-400:]}")
 
 
 def stop_local_ray(process: Process, folder: Path | None, timeout_s: float = 30.0) -> None:

@@ -18,17 +18,17 @@ from kernels.reference import paged_attention_ref
 class PromptAttention:
     """Full causal attention of T tokens over S: themselves and what precedes them.
 
-    Units: graph_tokens: rows of the CUDA graph that will hold the runs, all of them queries; the plan is then made here and never again
+    Units: graph_sizes: T and S of the CUDA graph that will hold the runs; the plan is then made here and never again
     Effects: the first object compiles its FlashInfer module (minutes); `workspace` may be shared by objects of one stream
     """
 
-    def __init__(self, heads: AttentionHeads, *, workspace: Tensor, graph_tokens: int | None = None):
+    def __init__(self, heads: AttentionHeads, *, workspace: Tensor, graph_sizes: tuple[int, int] | None = None):
         self._heads = heads
         self._sm_scale = heads.head_dim**-0.5
         self._planned: tuple[int, int] | None = None
-        self._wrapper = self._make_wrapper(workspace, graph_tokens is not None) if workspace.is_cuda else None
-        if graph_tokens is not None:
-            self.plan(graph_tokens)
+        self._wrapper = self._make_wrapper(workspace, graph_sizes is not None) if workspace.is_cuda else None
+        if graph_sizes is not None:
+            self.plan(*graph_sizes)
 
     def plan(self, num_tokens: int, num_keys: int | None = None) -> None:
         """Fixes T and S of the next runs; nothing is done when they are the planned ones.

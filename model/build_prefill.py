@@ -44,6 +44,6 @@ def build_prefill_cuda(
     )  # fmt: skip
 
 
-def warm_prefill_cuda(prefill: CudaPrefill, kv: KVCache, group: ParallelGroup) -> GraphedPrefill:
+def warm_prefill_cuda(prefill: CudaPrefill, kv: KVCache) -> GraphedPrefill:
     """Compiles, warms and captures; to be called once the rank has its cache and before it takes requests, on every rank."""
-    return GraphedPrefill(prefill, kv, group_size=group.size)
+    return GraphedPrefill(prefill, kv)

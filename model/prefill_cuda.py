@@ -27,14 +27,14 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.layout import vocab_rows_per_rank
 from model.parallel import ParallelGroup
-from model.prefill_inputs import ChunkAttention, ChunkInputs, KVRows, PagedAttention, PromptChunkAttention, starts_prompt
+from model.prefill_inputs import ChunkAttention, ChunkInputs, PagedAttention, PromptChunkAttention, starts_prompt
 from model.prefill_pieces import PiecewisePrefill
 from model.prefill_projections import NormedRows, project, project_output
 from model.prefill_weights import Fp8Weight, PrefillWeights
 
 LayerHook = Callable[[int], None]
 PIECES = 2
-LEAST_PIECE_TOKENS = 1024
+LEAST_PIECE_TOKENS = 8192  # eager launches take longer than the kernels of shorter ones (docs/performance.md)
 
 
 class CudaPrefill:
@@ -81,6 +81,7 @@ class CudaPrefill:
         self.workspace = attention_workspace(self.device)
         self._paged = PagedAttention(config, self.heads, block_size, self.workspace)
         self._prompt = PromptChunkAttention(config, self.heads, block_size, self.workspace) if contiguous else None
+        self.pieces = pieces
         self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if contiguous and group.size > 1 else None
 
     @torch.no_grad()
@@ -121,28 +122,17 @@ class CudaPrefill:
         q, kv_rows = self._write_kv(last, rows, inputs, kv.layer(last), attention, on_layer)
         if not want_logits:
             return residual.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        return self.last_row_logits(residual, q, inputs.last_row, inputs.last_row, attention, kv_rows, kv, counts[last])
+        attended = attention.attend_last(q, inputs.last_row, kv_rows, kv.layer(last), layers[last].sinks)
+        return self.last_row_logits(residual, attended, inputs.last_row, counts[last])
 
-    def last_row_logits(
-        self,
-        residual: Tensor,
-        q: Tensor,
-        q_row: Tensor,
-        last_row: Tensor,
-        attention: ChunkAttention,
-        kv_rows: KVRows,
-        kv: KVCache,
-        counts: Tensor,
-    ) -> Tensor:
-        """What the last layer does behind its K and V: for the last token alone.
+    def last_row_logits(self, residual: Tensor, attended: Tensor, last_row: Tensor, counts: Tensor) -> Tensor:
+        """What the last layer does behind its attention: for the last token alone.
 
-        Shapes: residual [T, C]; q: queries of the chunk's end, `q_row` [1] the last token's among them; last_row [1]
+        Shapes: residual [T, C]; attended [1, H, D]; last_row [1]; counts [E] int32 zeros
         Returns: logits [1, V] fp32
         """
-        last = len(self.weights.layers) - 1
         residual = residual.index_select(0, last_row)
-        attended = attention.attend_last(q, q_row, kv_rows, kv.layer(last), self.weights.layers[last].sinks)
-        y, routing, places = self._moe(last, residual, attended, counts, None)
+        y, routing, places = self._moe(len(self.weights.layers) - 1, residual, attended, counts, None)
         return self._logits(residual + self.group.all_reduce(combine(y, places, routing.expert_weights)))
 
     def after_attention(self, index: int, residual: Tensor, attended: Tensor, counts: Tensor, num_tokens: Tensor | None) -> NormedRows:

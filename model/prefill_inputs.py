@@ -144,7 +144,8 @@ class PromptChunkAttention:
 
     def __init__(self, config: ModelConfig, heads: AttentionHeads, block_size: int, workspace: Tensor, *, graph_tokens: int | None = None):
         self._config = config
-        self._full = PromptAttention(heads, workspace=workspace, graph_tokens=graph_tokens)
+        sizes = None if graph_tokens is None else (graph_tokens, graph_tokens)
+        self._full = PromptAttention(heads, workspace=workspace, graph_sizes=sizes)
         self._last = LastQuery(config, heads, block_size, workspace) if graph_tokens is None else None
         self._planned: tuple[StepBatch, int, torch.device | str] | None = None
 

@@ -18,7 +18,7 @@ from model.kv_cache import KVCache
 from model.layout import RankCut, cut_for_rank
 from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
-from model.prefill_graph import BUCKETS, EAGER_WARM_TOKENS, GraphedPrefill
+from model.prefill_graph import EAGER_WARM_TOKENS, GraphedPrefill, buckets_of
 from model.prefill_weights import SERVED_PROJECTIONS, PrefillWeights, Projections, prepare_prefill_weights
 from model.shards import ExpertShard, Fp8Matrix, LayerShard, ShardWeights
 
@@ -34,21 +34,21 @@ def compile_prefill_kernels(
     projections: Projections = SERVED_PROJECTIONS,
     device: torch.device | str,
     lengths: tuple[int, ...] = EAGER_WARM_TOKENS,
-    buckets: tuple[int, ...] = BUCKETS,
+    buckets: tuple[int, ...] | None = None,
 ) -> None:
     """Runs what a rank runs to warm itself, on the sizes of rank 0.
 
-    Units: block_size, lengths, buckets [tokens]
+    Units: block_size, lengths, buckets [tokens]; buckets None: those that such a group keeps
     Effects: device memory holds one layer, embedding and head until it returns
     Raises: ConfigError if the model can't be cut this way
     """
+    buckets = buckets_of(tp) if buckets is None else buckets
     few = replace(config, num_layers=len(SLIDING), sliding=SLIDING)
     weights = _blank_weights(few, cut_for_rank(few, tp=tp, ep=ep, rank=0, granule=FP8_BLOCK), projections, device)
     prefill = CudaPrefill(few, weights, LocalGroup(), block_size=block_size, device=device, max_positions=max(*lengths, *buckets))
     GraphedPrefill(
         prefill,
         KVCache(few.kv_geometry(block_size, "bfloat16"), tp, 0, 1, 1, device),
-        group_size=tp,
         buckets=buckets,
         eager_tokens=lengths,
     )

@@ -42,28 +42,39 @@ def cut_pieces(tokens: int, pieces: int, least_tokens: int) -> list[slice]:
 class PiecewisePrefill:
     """Runs whole prompts, or first chunks of them, on one rank of several.
 
-    Units: pieces: at most so many; least_tokens: of a piece, since small sums and small GEMMs do not pay
+    Units: pieces: at most so many; least_tokens: of a piece, since small sums and small GEMMs do not pay; graph_tokens: rows of the CUDA
+        graph that will hold the runs, at the end of which `least_rows` and more are real
     """
 
-    def __init__(self, prefill: CudaPrefill, *, pieces: int, least_tokens: int):
+    def __init__(self, prefill: CudaPrefill, *, pieces: int, least_tokens: int, graph_tokens: int | None = None):
         self._prefill = prefill
         self._pieces = pieces
         self._least_tokens = least_tokens
-        self._full = [PromptAttention(prefill.heads, workspace=prefill.workspace) for _ in range(pieces)]
+        self._fixed = None if graph_tokens is None else cut_pieces(graph_tokens, pieces, least_tokens)
+        sizes = [None] * pieces if self._fixed is None else [(piece.stop - piece.start, piece.stop) for piece in self._fixed]
+        self._full = [PromptAttention(prefill.heads, workspace=prefill.workspace, graph_sizes=both) for both in sizes]
+
+    @property
+    def least_rows(self) -> int:
+        """Of a chunk that a graph holds: its last row is one of the last piece."""
+        return self._fixed[-1].start + 1 if self._fixed else 1
 
     def run(
         self,
         inputs: ChunkInputs,
-        attention: PromptChunkAttention,
+        attention: PromptChunkAttention | None,
         kv: KVCache,
         *,
         want_logits: bool,
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """As `CudaPrefill.run`, eagerly. Effects: joins two sums per layer and piece, then the one of the last layer's single row"""
+        """As `CudaPrefill.run`. `attention`: for the last row alone; None in a graph, where all rows of the last piece attend for it.
+
+        Effects: joins two sums per layer and piece, then the one of the last layer's single row; capturable where the sums are
+        """
         p = self._prefill
         layers, tokens = p.weights.layers, inputs.token_ids.shape[0]
-        pieces = cut_pieces(tokens, self._pieces, self._least_tokens)
+        pieces = self._fixed or cut_pieces(tokens, self._pieces, self._least_tokens)
         for planned, piece in zip(self._full, pieces, strict=False):
             planned.plan(piece.stop - piece.start, piece.stop)
         residual = torch.nn.functional.embedding(inputs.token_ids, p.weights.embed)
@@ -87,7 +98,12 @@ class PiecewisePrefill:
         if not want_logits:
             return residual.new_empty((0, p.config.vocab_size), dtype=torch.float32)
         assert q is not None
-        return p.last_row_logits(residual, q, inputs.last_row - pieces[-1].start, inputs.last_row, attention, kv_rows, kv, counts[last])
+        row, final = inputs.last_row - pieces[-1].start, layers[last]
+        if attention is None:
+            attended = self._attend(last, final, len(pieces) - 1, pieces[-1], q, kv_rows).index_select(0, row)
+        else:
+            attended = attention.attend_last(q, row, kv_rows, kv.layer(last), final.sinks)
+        return p.last_row_logits(residual, attended, inputs.last_row, counts[last])
 
     def _write_kv(self, index, layer, residual, delta, inputs: ChunkInputs, piece: slice, kv: KVCache, kv_rows) -> Tensor:
         """Ends the layer before for one piece, then its norm, projection, rotation and K/V. Returns: q [P, H, D]"""

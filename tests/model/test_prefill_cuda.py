@@ -23,7 +23,7 @@ from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
-from model.prefill_pieces import cut_pieces
+from model.prefill_pieces import PiecewisePrefill, cut_pieces
 from model.prefill_weights import pack_experts, prepare_prefill_weights
 from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
@@ -142,6 +142,24 @@ def test_a_group_computes_the_same_in_any_number_of_pieces(tiny, exact_formats, 
         sums = [shape for name, shape in calls if name == "all_reduce" and shape[0] > 1]
         sizes = [piece.stop - piece.start for piece in cut_pieces(200, pieces, 1)]
         assert sums == [(size, tiny.config.hidden_size) for size in sizes] * 2 * (tiny.config.num_layers - 1)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_graph_s_padded_rows_change_nothing_in_a_group(tiny, exact_formats, pieces):
+    def run(group: ThreadGroup) -> None:
+        prefill, _ = build(tiny, group)
+        cache, padded_cache = make_cache(tiny, group), make_cache(tiny, group)
+        expected = prefill.forward(chunk(0, 200), cache)
+        runner = PiecewisePrefill(prefill, pieces=pieces, least_tokens=1, graph_tokens=256)
+        assert runner.least_rows == (1 if pieces == 1 else 129)
+        inputs = ChunkInputs.empty(256, "cpu")
+        inputs.fill(chunk(0, 200))
+        padded = runner.run(inputs, None, padded_cache, want_logits=True, on_layer=None)
+        assert torch.equal(padded_cache.full != 0, cache.full != 0)
+        if expected is not None:
+            torch.testing.assert_close(padded, expected, rtol=0, atol=1e-3)
+
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize(("most", "lengths", "kept"), [
