@@ -55,7 +55,7 @@ class RayCluster:
 
     def _start(self, name: str, options: list[str]) -> Process:
         log = self._folder / f"{name}-{time.monotonic_ns()}.log"
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
         command += [*options, f"--object-store-memory={100 << 20}"]
         if name == "head":
             command.append(f"--temp-dir={self._folder / 'ray'}")

@@ -52,7 +52,7 @@ def autoscaling_ray(tmp_path, monkeypatch):
     (tmp_path / "autoscaling.json").write_text(json.dumps(autoscaling_config()))
     switches = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": "1"}
     switches |= {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD}
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={PORT}", "--num-cpus=2"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={PORT}", "--num-cpus=2"]
     command += [f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={100 << 20}"]
     command += [f"--autoscaling-config={tmp_path / 'autoscaling.json'}"]
     held = spawn_held(command, tmp_path / "ray.log", os.environ | switches)
