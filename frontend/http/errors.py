@@ -22,11 +22,19 @@ from common.errors import (
     WorkerLost,
 )
 
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _ROUTER_FIELDS = {
-    "tokenized.input_ids": "messages",
-    "sampling_params.max_tokens": "max_completion_tokens",
-    "sampling_params.stop_token_ids": "stop",
-    "sampling_params.logprobs": "top_logprobs",
+    CHAT: {
+        "tokenized.input_ids": "messages",
+        "sampling_params.max_tokens": "max_completion_tokens",
+        "sampling_params.logprobs": "top_logprobs",
+    },
+    COMPLETIONS: {"tokenized.input_ids": "prompt"},
+    RESPONSES: {
+        "tokenized.input_ids": "input",
+        "sampling_params.max_tokens": "max_output_tokens",
+        "sampling_params.logprobs": "top_logprobs",
+    },
 }
 
 
@@ -41,13 +49,14 @@ class HttpError(ServingError):
         self.kind = kind
 
 
-def status_and_body(error: ServingError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and the body `{"error": {"message", "type", "param", "code"}}`."""
+def status_and_body(error: ServingError, path: str = CHAT) -> tuple[int, dict[str, Any]]:
+    """HTTP status and the body `{"error": {"message", "type", "param", "code"}}`; fields are named as the request of `path` does."""
     param: str | None = None
     if isinstance(error, HttpError):
         return error.status, _body(str(error), error.kind, error.param, error.code)
     if isinstance(error, InvalidRequestError):
-        param = _ROUTER_FIELDS.get(error.field, error.field.removeprefix("sampling_params."))
+        usual = "stop" if error.field == "sampling_params.stop_token_ids" else error.field.removeprefix("sampling_params.")
+        param = _ROUTER_FIELDS.get(path, {}).get(error.field, usual)
         is_too_long = error.field == "tokenized.input_ids" and "context" in error.message
         code = "context_length_exceeded" if is_too_long else "invalid_value"
         text = error.message.replace(f"{error.field}: ", f"{param}: ", 1)
@@ -64,9 +73,9 @@ def status_and_body(error: ServingError) -> tuple[int, dict[str, Any]]:
     return 500, _body(str(error), "server_error", None, code)
 
 
-def error_response(error: ServingError) -> JSONResponse:
+def error_response(error: ServingError, path: str = CHAT) -> JSONResponse:
     """The response of a request that failed before its first byte was sent."""
-    status, body = status_and_body(error)
+    status, body = status_and_body(error, path)
     headers = {}
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else 1.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from common.errors import ServingError
+from common.errors import InvalidRequestError, ServingError
 from frontend.generation import Generation, Job
 from frontend.http.responses_fields import ResponsesRequest
 from frontend.http.responses_items import ResponseBuilder
@@ -42,7 +42,11 @@ async def responses(service: Service, call: Call) -> Response:
 async def _start(service: Service, call: Call, request: ResponsesRequest) -> Generation:
     generator = service.generator
     date = service.current_date()
-    prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
+    try:
+        prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
+    except InvalidRequestError as exc:
+        field = request.field_of(exc.field)
+        raise InvalidRequestError(field, exc.message.removeprefix(f"{exc.field}: ")) from exc
     router = router_request(
         request,
         prompt.token_ids,

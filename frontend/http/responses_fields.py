@@ -5,6 +5,7 @@ The API is served without a store: every request brings its whole conversation, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,6 +19,13 @@ from frontend.http.fields import RequestModel
 
 LOGPROBS = "message.output_text.logprobs"  # of what `include` may ask for, the one thing that exists here
 _NO_STORE = "is not supported: nothing is stored here; send the conversation as input items"
+# A field of the chat: of a message, or of one of its calls.
+_OF_MESSAGE = re.compile(r"messages\[(?P<index>\d+)\](?:\.tool_calls\[(?P<call>\d+)\](?:\.function(?P<call_field>.*))?|(?P<field>.*))")
+_ITEM_FIELDS = {
+    ("function_call_output", ".content"): ".output",
+    ("function_call_output", ".tool_call_id"): ".call_id",
+    ("reasoning", ".reasoning_content"): ".content",
+}
 
 
 class ResponsesRequest(RequestModel):
@@ -56,32 +64,52 @@ class ResponsesRequest(RequestModel):
     def chat_input(self, current_date: str | None) -> ChatInput:
         """The conversation to render. Raises: InvalidRequestError naming the field."""
         self._check_text()
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        for number, item in enumerate(items):
-            message = _message(item, f"input[{number}]")
-            before = messages[-1] if messages else {}
-            if "tool_calls" in message and before.get("role") == "assistant" and before.get("content"):
-                # Words right before a call are its preamble, not a final answer: chat says so by one message.
-                before.setdefault("tool_calls", []).extend(message["tool_calls"])
-            else:
-                messages.append(message)
         choice = self.tool_choice
         if isinstance(choice, dict) and "name" in choice:
             choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
         return ChatInput(
-            messages=messages,
+            messages=[message for message, _ in self._messages()],
             tools=[_function_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             tool_choice=read_tool_choice(choice),
             reasoning_effort=read_effort(self.reasoning.get("effort"), "reasoning.effort"),
             current_date=current_date,
         )
 
+    def field_of(self, name: str) -> str:
+        """What the request calls a field of the chat that it became."""
+        found = _OF_MESSAGE.fullmatch(name)
+        if found is None:
+            return "input" if name == "messages" else name
+        message, origins = self._messages()[int(found["index"])]
+        if found["call"] is not None:  # the calls of a message are its last items
+            return f"{origins[int(found['call']) - len(message['tool_calls'])]}{found['call_field'] or ''}"
+        if not isinstance(self.input, list) or not origins[0].endswith("]"):
+            return origins[0]
+        kind = self.input[int(origins[0][len("input[") : -1])].get("type", "message")
+        return origins[0] + _ITEM_FIELDS.get((kind, found["field"]), found["field"])
+
     def num_logprobs(self) -> int | None:
         """Alternatives per token, 0 for the chosen token alone, None for no log probabilities."""
         return self.top_logprobs or (0 if LOGPROBS in self.include else None)
+
+    def _messages(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Returns: each message of the chat, and the fields that it was made of, calls last"""
+        messages: list[tuple[dict[str, Any], list[str]]] = []
+        if self.instructions:
+            messages.append(({"role": "system", "content": self.instructions}, ["instructions"]))
+        if isinstance(self.input, str):
+            return [*messages, ({"role": "user", "content": self.input}, ["input"])]
+        for number, item in enumerate(self.input):
+            name = f"input[{number}]"
+            message = _message(item, name)
+            before, origins = messages[-1] if messages else ({}, [])
+            if "tool_calls" in message and before.get("role") == "assistant" and before.get("content"):
+                # Words right before a call are its preamble, not a final answer: chat says so by one message.
+                before.setdefault("tool_calls", []).extend(message["tool_calls"])
+                origins.append(name)
+            else:
+                messages.append((message, [name]))
+        return messages
 
     def _check_text(self) -> None:
         for name, value in self.text.items():

@@ -124,7 +124,7 @@ class Service:
             await cleanup.aclose()
             if status_and_body(exc)[0] >= 500:
                 logger.warning("request %s failed: %s", request_id, exc)
-            return error_response(exc)
+            return error_response(exc, path)
         except ClientGone:
             await cleanup.aclose()
             self.metrics.disconnects.inc()

@@ -131,7 +131,21 @@ async def test_a_failure_in_the_stream_is_a_failed_response(start, ids_of):
         ({"input": [5]}, "input[0]"),
         ({"input": [{"type": "item_reference"}]}, "input[0].type"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].content"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"instructions": "Be brief.", "input": [{"role": "clown", "content": "hi"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "no such name!", "arguments": "{}"}]}, "input[0].name"),
+        (
+            {
+                "input": [
+                    {"role": "assistant", "content": "I look."},
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                    {"type": "function_call", "call_id": "b", "name": "f", "arguments": 5},
+                ]
+            },
+            "input[2].arguments",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"frobnicate": 1}, "frobnicate"),
     ],
