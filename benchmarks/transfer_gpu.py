@@ -1,10 +1,10 @@
 """KV transfer between two GPUs of one host: builds, checks every byte, breaks things, then measures; a short table last.
 
-    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--victims 500] [--seconds 190]
+    python -m benchmarks.transfer_gpu [--out FOLDER] [--only PART ...] [--gpus 0 1] [--victims 500] [--seconds 190]
 
 Every group is a process that sees one GPU only, as Ray gives it one; groups of several ranks hold all of them in that process. Parts are
 guarded: one that fails or hangs prints the end of its traceback, and the others go on with fresh processes. Figures come first, since
-`--seconds` may end the run. Needs two GPUs, nvcc, torch.
+`--seconds` may end the run. Needs two GPUs (`--gpus 0 0`: one, which checks bytes and faults and whose rates say nothing), nvcc, torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kv_transfer.transports import nixl
 
 PROMPT = 8192
 PART_S = 25.0
-LONGER_PARTS_S = {"every pair": 40.0, "race": 40.0, "faults": 35.0, "nccl faults": 35.0}
+LONGER_PARTS_S = {"every pair": 40.0, "race": 40.0, "faults": 35.0, "nccl faults": 35.0, "nixl faults": 35.0}
 FIRST_COMPILE = ("kv_copy", "device_memory")
 TIMING, RACE, COMMIT = (f"benchmarks.transfer_gpu_{name}" for name in ("timing", "race", "commit"))
 
@@ -45,8 +45,8 @@ def _out_of_time(number: int, frame: object) -> None:
 class Bench:
     """The two groups that most parts use, the parts, and what they found."""
 
-    def __init__(self, out: Path, victims: int, seconds: float):
-        self.out, self.victims = out, victims
+    def __init__(self, out: Path, victims: int, seconds: float, gpus: tuple[int, int], commit: str):
+        self.out, self.victims, self.gpus, self.commit = out, victims, gpus, commit
         self.ends_at = time.monotonic() + seconds
         self.context = multiprocessing.get_context("spawn")
         self.lines: list[str] = []
@@ -59,8 +59,9 @@ class Bench:
         self.spare: dict[int, list[Child]] = {0: [], 1: []}
         signal.signal(signal.SIGALRM, _out_of_time)
 
-    def start(self, gpu: int) -> Child:
-        self.children.append(Child(self.context, gpu))
+    def start(self, side: int) -> Child:
+        """side: 0 prefill, 1 decode"""
+        self.children.append(Child(self.context, self.gpus[side]))
         return self.children[-1]
 
     def ready(self) -> str:
@@ -112,10 +113,13 @@ class Bench:
         (self.prefill, self.decode), self.standby = self.standby, [self.start(0), self.start(1)]
 
     def record(self, transport: str, tp_from: int, tp_to: int, nbytes: int, gb_per_s: float, plain: float, **more: object) -> None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         fields = {"transport": transport, "tp_from": tp_from, "tp_to": tp_to, "bytes": nbytes, "gb_per_s": round(gb_per_s, 2)}
-        fields |= {"plain_copy_gb_per_s": round(plain, 2), "date": datetime.date.today().isoformat(), "device": "2 x NVIDIA H200"}
-        self.records.append(fields | {"commit": commit or os.environ.get("COMMIT", "")} | more)
+        fields |= {
+            "plain_copy_gb_per_s": round(plain, 2),
+            "date": datetime.date.today().isoformat(),
+            "device": f"{len(set(self.gpus))} x NVIDIA H200",
+        }
+        self.records.append(fields | {"commit": self.commit} | more)
 
     # -- checks ------------------------------------------------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Bench:
         self.record(transport, 1, tp_to, got["bytes"], *gb, ratio=round(got["ratio"], 3))
 
     def checked(self, transport: str) -> None:
-        """Bytes over another transport: some pairs, then a decode group that is killed half-way and one that is stopped."""
+        """Bytes over another transport, some pairs."""
         for tp_from, tp_to, tokens in ((1, 1, 1000), (2, 1, 129), (1, 2, 1025), (4, 2, 17)):
             self.prefill.ask("drop")
             self.decode.ask("decode", tp=tp_to, layers=6, num_blocks=(80, 24), transports=(transport,), incarnation=self.next_id())
@@ -275,16 +279,20 @@ class Bench:
             self.say(f"nccl's own send and receive of {nbytes >> 20} MiB: {own:.0f} GB/s")
         self.rate("nccl", 1)
 
-    def nccl_faults(self) -> None:
+    def faults_of(self, transport: str) -> None:
+        """A decode group that is killed half-way, one that is stopped and goes on."""
+        if transport == "nixl" and not nixl.is_installed():
+            self.say("nixl: not installed here")
+            return
         layers, tokens = 12, 1024
-        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens, transport="nccl")
-        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=0xBEEF)
-        self.equal(tokens)
+        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens, transport=transport)
+        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=(transport,), incarnation=0xBEEF)
+        self.equal(tokens, transport=transport)
         for what, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
             victim = (self.spare[1].pop() if self.spare[1] else self.start(1)).ready()
-            victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=("nccl",), incarnation=self.next_id())
+            victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=(transport,), incarnation=self.next_id())
             again = self.next_id()
-            answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)  # there is a communicator now
+            answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)  # both ends know each other now
             victim.ask("release", again)
             reservation = victim.ask("reserve", again + 1, tokens)
             self.next_id()
@@ -295,8 +303,8 @@ class Bench:
             self.prefill.pipe.send("go on")
             result = self.prefill.answer(20)
             free_s = time.monotonic() - began
-            self.equal(tokens, transport="nccl")
-            line = f"nccl, decode {what} at half: prefill free after {free_s:.2f} s, {result['error']}; other pair equal"
+            self.equal(tokens, transport=transport)
+            line = f"{transport}, decode {what} at half: prefill free after {free_s:.2f} s, {result['error']}; other pair equal"
             if number == signal.SIGSTOP:
                 victim.signal(signal.SIGCONT)
                 victim.ask("release", again + 1)
@@ -381,7 +389,8 @@ def parts(bench: Bench) -> dict[str, Callable[[], None]]:
         "race": bench.race,
         "auto": bench.auto,
         "nixl": bench.nixl,
-        "nccl faults": bench.nccl_faults,
+        "nccl faults": lambda: bench.faults_of("nccl"),
+        "nixl faults": lambda: bench.faults_of("nixl"),
         "faults": bench.faults,
         "tcp": lambda: bench.checked("tcp"),
     }
@@ -393,12 +402,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of parts")
     parser.add_argument("--victims", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=190.0, help="after which parts are not begun")
+    parser.add_argument("--gpus", nargs=2, type=int, default=(0, 1), metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--commit", default="", help="of the code, for the records; the repository's own if there is one")
     arguments = parser.parse_args()
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a pair has no use for multicast
     began = time.monotonic()
     cuda_library.build_all(FIRST_COMPILE)
     print(f"compiled: {time.monotonic() - began:.1f} s", flush=True)
-    bench = Bench(arguments.out, arguments.victims, arguments.seconds - (time.monotonic() - began))
+    left_s = arguments.seconds - (time.monotonic() - began)
+    bench = Bench(arguments.out, arguments.victims, left_s, tuple(arguments.gpus), arguments.commit or found)
     print(f"GPUs: {bench.ready()}; ready after {time.monotonic() - began:.1f} s", flush=True)
     chosen = {name: run for name, run in parts(bench).items() if arguments.only is None or name in arguments.only}
     try:
