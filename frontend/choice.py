@@ -1,11 +1,12 @@
 """One choice of a running request: token ids in, what the client may see out.
 
 Owns the order of things between parser and client: stop strings act on visible content only, held text is flushed
-before anything else is sent, log probabilities go with visible tokens. Called by `frontend.generation`.
+before anything else is sent, log probabilities go with their tokens' text: held with it, cut with it. Called by `frontend.generation`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,8 @@ class Choice:
         self._stops = StopStrings(stops)
         self._has_stops = bool(stops)
         self._message_index = 0
+        self._seen = self._sent = 0  # characters of visible text
+        self._held: deque[tuple[int, int, VisibleToken]] = deque()  # where a token's text starts and ends
 
     @property
     def is_satisfied(self) -> bool:
@@ -54,20 +57,18 @@ class Choice:
         if self.is_finished:
             return ChoiceUpdate(self.index, [], (), token_ids)
         self.num_tokens += len(token_ids)
-        visible: list[VisibleToken] = []
         if len(logprobs) != len(token_ids):
-            events = self._parser.feed(token_ids)
+            events = self._filter(self._parser.feed(token_ids))
         else:
             events = []
             for token_id, logprob in zip(token_ids, logprobs, strict=True):
-                was_visible = self._parser.is_in_content
-                events += self._parser.feed((token_id,))
+                was_visible, start = self._parser.is_in_content, self._seen
+                events += self._filter(self._parser.feed((token_id,)))
                 if was_visible and self._parser.is_in_content:
-                    visible.append(VisibleToken(token_id, logprob))
-        if self._has_stops:
-            events = self._filter(events)
-            if self._stops.matched is not None:
-                events.append(self._finish_at_stop())
+                    self._held.append((start, self._seen, VisibleToken(token_id, logprob)))
+        visible = self._release() if self._held else ()
+        if self._stops.matched is not None:
+            events.append(self._finish_at_stop())
         return ChoiceUpdate(self.index, events, visible, token_ids)
 
     def finish(self, reason: FinishReason) -> ChoiceUpdate:
@@ -80,7 +81,8 @@ class Choice:
         if self._stops.matched is not None and isinstance(last, Finish):
             last = replace(last, reason="stop")
         self.is_finished = True
-        return ChoiceUpdate(self.index, [*sent, *self._flush(), last])
+        sent += self._flush()
+        return ChoiceUpdate(self.index, [*sent, last], self._release())
 
     def _finish_at_stop(self) -> Finish:
         last = self._parser.finish("stop")[-1]
@@ -89,7 +91,19 @@ class Choice:
         reasoning = last.num_reasoning_tokens if isinstance(last, Finish) else 0
         return Finish("stop", False, repairs, reasoning)
 
-    def _filter(self, events: Sequence[Event]) -> list[Event]:
+    def _release(self) -> list[VisibleToken]:
+        """Tokens whose text has been sent; once a stop string has cut the text, those too whose beginning has, and the rest is dropped."""
+        visible = []
+        while self._held and self._held[0][1] <= self._sent:
+            visible.append(self._held.popleft()[2])
+        if self._stops.matched is not None:
+            visible += [token for start, _, token in self._held if start < self._sent]
+            self._held.clear()
+        return visible
+
+    def _filter(self, events: list[Event]) -> list[Event]:
+        if not self._has_stops:
+            return events
         sent: list[Event] = []
         for event in events:
             if self._stops.matched is not None:
@@ -102,10 +116,13 @@ class Choice:
                 sent += self._flush()
                 self._message_index = event.message_index
             text = self._stops.push(event.text)
+            self._seen += len(event.text)
+            self._sent += len(text)
             if text:
                 sent.append(ContentDelta(text, event.message_index))
         return sent
 
     def _flush(self) -> list[Event]:
         text = self._stops.flush()
+        self._sent += len(text)
         return [ContentDelta(text, self._message_index)] if text else []
