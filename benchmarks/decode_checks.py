@@ -35,7 +35,7 @@ def errors(got: Tensor, want: Tensor, what: str, largest: float, rms: float) -> 
     return f"{top:.1e}/{mean:.1e}"
 
 
-def _moe(experts: int, batches: tuple[int, ...]) -> str:
+def check_experts(experts: int, batches: tuple[int, ...]) -> str:
     matrices = []
     for rows in (5760, 2880):
         blocks = torch.randint(0, 256, (experts, rows, 90, 16), dtype=torch.uint8, device="cuda")
@@ -65,11 +65,11 @@ def _moe(experts: int, batches: tuple[int, ...]) -> str:
 
 
 def check_moe_20b() -> str:
-    return _moe(32, BATCHES)
+    return check_experts(32, BATCHES)
 
 
 def check_moe_120b() -> str:
-    return _moe(128, (1, 8, 64))
+    return check_experts(128, (1, 8, 64))
 
 
 def check_dense() -> str:

@@ -92,15 +92,46 @@ __device__ __forceinline__ void build_groups(Groups& s, const MoeArgs& a) {
   __syncthreads();
 }
 
+// The same for up to 32 pairs, without a barrier of the block: every warp computes all of it and writes the same values.
+template <int MAX_TOKENS>
+__device__ __forceinline__ void build_few_groups(Groups& s, const MoeArgs& a) {
+  const int lane = threadIdx.x % 32;
+  const int e = lane < a.pairs ? __ldcg(a.expert_ids + lane) - a.first_expert : -1;
+  const bool is_here = e >= 0 && e < a.experts;
+  uint32_t equal = __ballot_sync(0xFFFFFFFFu, is_here), less = 0;  // pairs of this lane's expert, of experts before it
+#pragma unroll
+  for (int bit = 6; bit >= 0; bit--) {
+    const uint32_t ones = __ballot_sync(0xFFFFFFFFu, e >> bit & 1);
+    if (e >> bit & 1) {
+      less |= equal & ~ones;
+      equal &= ones;
+    } else {
+      equal &= ~ones;
+    }
+  }
+  const uint32_t earlier = (1u << lane) - 1;
+  const int rank = __popc(equal & earlier), place = __popc(less) + rank;
+  const bool is_first = is_here && rank % MAX_TOKENS == 0;
+  const uint32_t firsts = __reduce_or_sync(0xFFFFFFFFu, is_first ? 1u << place : 0u);
+  if (is_here) s.order[place] = lane;
+  if (is_first) {
+    const int group = __popc(firsts & ((1u << place) - 1));
+    s.begin[group] = place;
+    s.count[group] = min(__popc(equal) - rank, MAX_TOKENS);
+    s.expert[group] = e;
+  }
+  if (lane == 0) s.total = __popc(firsts);
+  __syncwarp();
+}
+
 // A block's share of one product: items are (group, tile).
 struct Share {
   int first, last;
 };
 __device__ __forceinline__ Share share_of(const MoeArgs& a, const Groups& s, int phase) {
   if (phase < a.first_phase || phase > a.last_phase) return {0, 0};
-  const int items = s.total * a.product[phase].tiles, blocks = gridDim.x;
-  return {static_cast<int>(static_cast<long long>(items) * blockIdx.x / blocks),
-          static_cast<int>(static_cast<long long>(items) * (blockIdx.x + 1) / blocks)};
+  const unsigned items = s.total * a.product[phase].tiles, blocks = gridDim.x;  // their product is far below 2^32
+  return {static_cast<int>(items * blockIdx.x / blocks), static_cast<int>(items * (blockIdx.x + 1) / blocks)};
 }
 
 // Eight 4-bit weights of one row to four bf16 pairs, 2^126 times too small: 0.5 is a subnormal, which tensor cores take as it is. The

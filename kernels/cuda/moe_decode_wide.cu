@@ -7,7 +7,10 @@
 
 namespace {
 
-constexpr int kHalves = 2, kWarps = 4, kThreads = kHalves * kWarps * 32;
+#ifndef WIDE_QUADS
+#define WIDE_QUADS 1
+#endif
+constexpr int kHalves = 2, kWarps = 4 * WIDE_QUADS, kThreads = kHalves * kWarps * 32;
 constexpr int kPiece = 128;  // bytes of 8 tokens x 8 columns
 
 // The tiles of a block's share of one product, up to four at a time, all of one group.
@@ -274,7 +277,11 @@ extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void
   const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived), tokens * choices,
                      first_expert, experts, 0, 1, alpha, limit};
   if (a.pairs > kMaxPairs || experts > kMaxExperts || gate_up_tiles * 16 != columns) return -1;
+#if WIDE_QUADS == 2
+  if (columns == 2880) return launch_by_tokens<45, 3, 6, 4, 2>(a, all_experts, blocks, stream);
+#else
   if (columns == 2880) return launch_by_tokens<45, 5, 7, 5, 3>(a, all_experts, blocks, stream);
+#endif
   if (columns == 256) return launch_by_tokens<4, 2, 4, 4, 4>(a, all_experts, blocks, stream);  // the tiny model
 #ifdef TANDEM_EMULATE
   if (columns == 192) return launch_by_tokens<3, 3, 2, 2, 2>(a, all_experts, blocks, stream);

@@ -201,6 +201,15 @@ inline uint32_t __ballot_sync(unsigned, int predicate) {
   for (int i = 0; i < 32; i++) bits |= all[i].words[0] << i;
   return bits;
 }
+inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
+  emulation::LaneInput in = {};
+  in.words[0] = value;
+  const auto* all = emulation::exchange(in);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; i++) bits |= all[i].words[0];
+  return bits;
+}
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 template <typename T>
 inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
 template <typename T>

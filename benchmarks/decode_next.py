@@ -1,0 +1,214 @@
+"""What the decode step might do next, measured beside what it does: one run on one GPU, one short table at the end.
+
+    python3 benchmarks/decode_next.py --out DIR
+
+Each variant of the expert kernels is built, checked in a process of its own against fp32 with poisoned buffers, timed alone over fresh
+weights, and then in whole steps, alternating with what is served. Writes DIR/decode_next.txt and DIR/decode_next.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.decode_checks import ALPHA, LIMIT, check_experts
+from benchmarks.decode_kernels import COPY_GBPS, graph_us
+from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
+from benchmarks.prefill_random import gpt_oss_config
+from kernels import cuda_library, moe_decode
+
+VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
+SERVED = VARIANTS[0]
+BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
+STEPS = {
+    "20b": ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (32, 32768)),
+    "120b": ((1, 8192), (8, 8192), (32, 8192), (64, 8192)),
+}
+CHECK_S, TIME_S, REPLAYS, TURNS = 40, 90, 12, 4
+STAMPS = ("entry", "ids awaited", "groups", "-", "p1 columns", "go seen", "p2 columns", "-", "p1 sums", "arrived", "all arrived", "p2 sums")
+
+
+@contextmanager
+def using(variant: str) -> Iterator[None]:
+    """Expert products by this library meanwhile."""
+    before, moe_decode.library_of = moe_decode.library_of, lambda tokens: variant
+    try:
+        yield
+    finally:
+        moe_decode.library_of = before
+
+
+def time_alone(model: str, config, weights, variants: list[str]) -> dict:
+    """Microseconds a launch of both products over all layers' weights, by batch and variant."""
+    rows: dict = {}
+    for batch in BATCHES[model]:
+        layers = weights.layers
+        ids = random_choices(len(layers), batch, config)
+        hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(layers)
+        x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
+        arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
+
+        def both(i, layers=layers, x=x, ids=ids, hidden=hidden, out=out, arrived=arrived):
+            moe_decode.launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=ALPHA, limit=LIMIT)
+
+        row: dict = {"floor_us": round(hit * 270 * 90 * 544 / COPY_GBPS / 1000, 1)}
+        for variant in (*variants, SERVED):
+            with using(variant):
+                us = graph_us([partial(both, i) for i in range(len(layers))])
+            row[variant] = round(min(us, row.get(variant, us)), 1)
+        rows[batch] = row
+    return rows
+
+
+def time_steps(model: str, config, weights, alone: dict, report) -> None:
+    """Whole steps of what is served and of the fastest variant alone, in turns."""
+    for batch, context in STEPS[model]:
+        row = alone[batch]
+        ranked = sorted((us, name) for name, us in row.items() if name not in ("floor_us", SERVED))
+        choices = [SERVED, *(name for _, name in ranked[:2])]
+        decode = random_decode(config, weights, batch, context)
+        graphs = {}
+        for name in choices:
+            with using(name):
+                decode.capture(batch)
+            graphs[name] = decode._graphs.pop((batch, True))
+        times: dict[str, list[float]] = {name: [] for name in choices}
+        for _ in range(TURNS):
+            for name in choices:
+                for i in range(REPLAYS):
+                    decode.logits_override.normal_()
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    graphs[name].replay()
+                    end.record()
+                    end.synchronize()
+                    if i >= 2:
+                        times[name].append(begin.elapsed_time(end))
+        report({"step": model, "batch": batch, "context": context, **{n: round(statistics.median(t), 4) for n, t in times.items()}})
+        graphs.clear()
+        del decode
+        torch.cuda.empty_cache()
+
+
+def time_child(model: str, variants: list[str], out: Path) -> None:
+    def report(row: dict) -> None:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    config = gpt_oss_config(model)
+    weights = random_weights(config)
+    alone = time_alone(model, config, weights, variants)
+    for batch, row in alone.items():
+        report({"alone": model, "batch": batch, **row})
+    if model == "20b" and "moe_decode_few" in variants:
+        report({"stamps": stamps(config, weights)})
+    time_steps(model, config, weights, alone, report)
+
+
+def stamps(config, weights, batch: int = 1) -> dict:
+    """Microseconds from a block's entry to its points, of the kernel for few tokens built with clocks: median and last over blocks."""
+    cuda_library.FLAGS = (*cuda_library.FLAGS, "-DTANDEM_STAMPS")
+    cuda_library.load.cache_clear()
+    layers, ids = weights.layers, random_choices(len(weights.layers), batch, config)
+    x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
+    arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
+
+    def both(i):
+        moe_decode.launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=ALPHA, limit=LIMIT)
+
+    result: dict = {}
+    with using("moe_decode_few"):
+        result["us a launch"] = round(graph_us([partial(both, i) for i in range(len(layers))]), 1)
+        raw = (ctypes.c_longlong * (256 * 16))()
+        assert cuda_library.load("moe_decode_few").tandem_stamps(ctypes.byref(raw)) == 0
+    blocks = cuda_library.multiprocessors(0)
+    table = torch.tensor(list(raw)).view(256, 16)[:blocks]
+    for i, name in enumerate(STAMPS):
+        if i in (3, 7):
+            continue
+        since = (table[:, i] - table[:, 0]).float() / 1980
+        result[name] = [round(float(v), 2) for v in (since.min(), since.median(), since.max())]
+    return result
+
+
+def child(out: Path, *arguments: str, limit: int) -> str:
+    """Runs this file's child; '' or what went wrong."""
+    command = [sys.executable, __file__, "--out", str(out), "--child", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"no end within {limit} s"
+    return "" if result.returncode == 0 else (result.stderr.strip().splitlines() or ["failed"])[-1][:300]
+
+
+def show(rows: list[dict]) -> Iterator[str]:
+    for row in rows:
+        kind = next(iter(row))
+        if kind == "stamps":
+            yield "stamps of moe_decode_few at batch 1, us since entry (first, median, last block):"
+            yield "   " + ", ".join(f"{name} {value}" for name, value in row["stamps"].items())
+            continue
+        where = f"{row[kind]:>4} B={row['batch']:<3}" + (f" context {row['context']}" if kind == "step" else "")
+        values = " ".join(
+            f"{name.removeprefix('moe_decode_')} {value}" for name, value in row.items() if name not in (kind, "batch", "context")
+        )
+        yield f"{kind} {where}: {values}"
+
+
+def parent(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    log: list[str] = []
+    cuda_library.build_all((*cuda_library.NAMES, *VARIANTS[1:]))
+    log.append(f"built after {time.monotonic() - begin:.0f} s")
+    with ThreadPoolExecutor(2) as pool:
+        wrong = dict(zip(VARIANTS, pool.map(lambda v: child(out, "check", v, limit=CHECK_S), VARIANTS), strict=True))
+    for name, problem in wrong.items():
+        log.append(f"check {name}: {problem or 'ok'}")
+    log.append(f"checked after {time.monotonic() - begin:.0f} s")
+    good = [name for name in VARIANTS if name == SERVED or not wrong[name]]
+    records = out / "decode_next.json"
+    records.write_text("")
+    for model in STEPS:
+        problem = child(out, "time", model, ",".join(good), limit=TIME_S)
+        log.append(f"time {model}: {problem or 'ok'}, after {time.monotonic() - begin:.0f} s")
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    text = "\n".join((*log, *show(rows)))
+    (out / "decode_next.txt").write_text(text + "\n")
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--child", nargs="+")
+    args = parser.parse_args()
+    if args.child is None:
+        parent(args.out)
+        return
+    try:
+        if args.child[0] == "check":
+            with using(args.child[1]):
+                print(check_experts(32, (1, 2, 3, 7, 8, 33, 64, 128)), check_experts(128, (1, 8, 64)))
+        else:
+            time_child(args.child[1], args.child[2].split(","), args.out / "decode_next.json")
+    except Exception:  # noqa: BLE001 - outermost of this process
+        traceback.print_exc()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
