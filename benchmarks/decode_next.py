@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decode_checks import ALPHA, LIMIT, check_experts
-from benchmarks.decode_kernels import COPY_GBPS, graph_us
+from benchmarks.decode_checks import ALPHA, LIMIT, check_dense, check_experts, check_full_attention, check_route_and_combine, errors
+from benchmarks.decode_kernels import COPY_GBPS, full_case, graph_us
 from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
-from kernels import cuda_library, moe_decode
+from kernels import attention_decode, cuda_library, decode_fused, moe_decode
 
+OTHERS = ("attention_full_next", "decode_fused_next")
 VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
 SERVED = VARIANTS[0]
 BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
@@ -42,13 +43,18 @@ STAMPS = ("entry", "ids awaited", "groups", "-", "p1 columns", "go seen", "p2 co
 
 
 @contextmanager
-def using(variant: str) -> Iterator[None]:
-    """Expert products by this library meanwhile."""
-    before, moe_decode.library_of = moe_decode.library_of, lambda tokens: variant
+def using(experts: str = SERVED, *, attention: bool = False, dense: bool = False) -> Iterator[None]:
+    """Other libraries in place of those that are served meanwhile: of the experts, attention in smaller chunks, rotation by 16 bytes."""
+    names = {SERVED: experts}
+    if attention:
+        names |= {"attention_full": "attention_full_next", "decode_fused": "decode_fused_next"}
+    load, chunk = cuda_library.load, attention_decode.CHUNK_TOKENS
+    cuda_library.load = lambda name: load(names.get(name, name))
+    attention_decode.CHUNK_TOKENS = 256 if attention else chunk
     try:
         yield
     finally:
-        moe_decode.library_of = before
+        cuda_library.load, attention_decode.CHUNK_TOKENS = load, chunk
 
 
 def time_alone(model: str, config, weights, variants: list[str]) -> dict:
@@ -77,12 +83,18 @@ def time_steps(model: str, config, weights, alone: dict, report) -> None:
     """Whole steps of what is served and of the fastest variant alone, in turns."""
     for batch, context in STEPS[model]:
         row = alone[batch]
-        ranked = sorted((us, name) for name, us in row.items() if name not in ("floor_us", SERVED))
-        choices = [SERVED, *(name for _, name in ranked[:2])]
-        decode = random_decode(config, weights, batch, context)
+        best = min((us, name) for name, us in row.items() if name not in ("floor_us", SERVED))[1]
+        choices = {
+            "served": (using(), False),
+            best: (using(best), False),
+            "+attention": (using(best, attention=True), False),
+            "+dense": (using(best, attention=True), True),
+        }
+        with using(attention=True):
+            decode = random_decode(config, weights, batch, context)
         graphs = {}
-        for name in choices:
-            with using(name):
+        for name, (libraries, decode.folds_bias) in choices.items():
+            with libraries:
                 decode.capture(batch)
             graphs[name] = decode._graphs.pop((batch, True))
         times: dict[str, list[float]] = {name: [] for name in choices}
@@ -103,6 +115,49 @@ def time_steps(model: str, config, weights, alone: dict, report) -> None:
         torch.cuda.empty_cache()
 
 
+def time_attention(report) -> None:
+    """Full attention as served and in smaller chunks; rotation after the library's product as served and by 16 bytes a thread."""
+    for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024), (32, 32768)):
+        row: dict = {
+            "attention": "full",
+            "batch": batch,
+            "context": context,
+            "floor_us": round(batch * context * 2048 / COPY_GBPS / 1000, 1),
+        }
+        for name, is_next in (("served", False), ("next", True)):
+            with using(attention=is_next):
+                full, _ = full_case(batch, context)
+                row[name] = round(graph_us([partial(full, i) for i in range(8)]), 1)
+            torch.cuda.empty_cache()
+        report(row)
+    pool = randn(1024, 2, 8, 16, 64)
+    for batch in (32, 128):
+        q, qkv, bias = randn(batch, 64, 64), randn(batch, 5120), randn(5120)
+        slots, cos_sin = torch.randperm(16384, device="cuda")[:batch].int(), torch.rand(batch, 32, 2, device="cuda")
+        row = {"attention": "rotate", "batch": batch, "context": 0}
+        for name, is_next in (("served", False), ("next", True)):
+            with using(attention=is_next):
+                run = partial(decode_fused.launch_rotate_write, qkv, bias, pool, slots, cos_sin, q)
+                row[name] = round(graph_us([run] * 20), 2)
+        report(row)
+
+
+def check_others() -> str:
+    """Chunks of 256 tokens, rotation by 16 bytes, and the bias of the output projection in the residual before it."""
+    with using(attention=True):
+        lines = [check_full_attention(), check_dense(), check_route_and_combine()]
+        config = gpt_oss_config("20b", 4)
+        weights = random_weights(config)
+        decode = random_decode(config, weights, 33, 1000)
+        first, logits = decode.token_ids.clone(), []
+        for decode.folds_bias in (False, True):
+            decode.token_ids.copy_(first)
+            decode.step(33)
+            logits.append(decode.logits[:33].clone())
+        lines.append("folded bias " + errors(logits[1], logits[0], "folded bias", 5e-2, 2e-2))
+    return "; ".join(lines)
+
+
 def time_child(model: str, variants: list[str], out: Path) -> None:
     def report(row: dict) -> None:
         with out.open("a") as file:
@@ -115,13 +170,16 @@ def time_child(model: str, variants: list[str], out: Path) -> None:
         report({"alone": model, "batch": batch, **row})
     if model == "20b" and "moe_decode_few" in variants:
         report({"stamps": stamps(config, weights)})
+    if model == "20b":
+        time_attention(report)
     time_steps(model, config, weights, alone, report)
 
 
 def stamps(config, weights, batch: int = 1) -> dict:
     """Microseconds from a block's entry to its points, of the kernel for few tokens built with clocks: median and last over blocks."""
     cuda_library.FLAGS = (*cuda_library.FLAGS, "-DTANDEM_STAMPS")
-    cuda_library.load.cache_clear()
+    library = ctypes.CDLL(str(cuda_library.build("moe_decode_few")))
+    cuda_library.FLAGS = cuda_library.FLAGS[:-1]
     layers, ids = weights.layers, random_choices(len(weights.layers), batch, config)
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
     arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -130,10 +188,13 @@ def stamps(config, weights, batch: int = 1) -> dict:
         moe_decode.launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=ALPHA, limit=LIMIT)
 
     result: dict = {}
-    with using("moe_decode_few"):
+    load, cuda_library.load = cuda_library.load, lambda name: library
+    try:
         result["us a launch"] = round(graph_us([partial(both, i) for i in range(len(layers))]), 1)
-        raw = (ctypes.c_longlong * (256 * 16))()
-        assert cuda_library.load("moe_decode_few").tandem_stamps(ctypes.byref(raw)) == 0
+    finally:
+        cuda_library.load = load
+    raw = (ctypes.c_longlong * (256 * 16))()
+    assert library.tandem_stamps(ctypes.byref(raw)) == 0
     blocks = cuda_library.multiprocessors(0)
     table = torch.tensor(list(raw)).view(256, 16)[:blocks]
     for i, name in enumerate(STAMPS):
@@ -161,7 +222,7 @@ def show(rows: list[dict]) -> Iterator[str]:
             yield "stamps of moe_decode_few at batch 1, us since entry (first, median, last block):"
             yield "   " + ", ".join(f"{name} {value}" for name, value in row["stamps"].items())
             continue
-        where = f"{row[kind]:>4} B={row['batch']:<3}" + (f" context {row['context']}" if kind == "step" else "")
+        where = f"{row[kind]:>4} B={row['batch']:<3}" + (f" context {row['context']}" if "context" in row else "")
         values = " ".join(
             f"{name.removeprefix('moe_decode_')} {value}" for name, value in row.items() if name not in (kind, "batch", "context")
         )
@@ -172,10 +233,11 @@ def parent(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     log: list[str] = []
-    cuda_library.build_all((*cuda_library.NAMES, *VARIANTS[1:]))
+    cuda_library.build_all((*cuda_library.NAMES, *VARIANTS[1:], *OTHERS))
     log.append(f"built after {time.monotonic() - begin:.0f} s")
     with ThreadPoolExecutor(2) as pool:
-        wrong = dict(zip(VARIANTS, pool.map(lambda v: child(out, "check", v, limit=CHECK_S), VARIANTS), strict=True))
+        names = (*VARIANTS, "others")
+        wrong = dict(zip(names, pool.map(lambda v: child(out, "check", v, limit=CHECK_S), names), strict=True))
     for name, problem in wrong.items():
         log.append(f"check {name}: {problem or 'ok'}")
     log.append(f"checked after {time.monotonic() - begin:.0f} s")
@@ -201,6 +263,9 @@ def main() -> None:
         return
     try:
         if args.child[0] == "check":
+            if args.child[1] == "others":
+                print(check_others())
+                return
             with using(args.child[1]):
                 print(check_experts(32, (1, 2, 3, 7, 8, 33, 64, 128)), check_experts(128, (1, 8, 64)))
         else:

@@ -144,15 +144,11 @@ def launch_experts(
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
     cuda_library.call(
-        library_of(tokens),
+        "moe_decode",
         "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
         out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
         experts, weights.all_experts or experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
-
-
-def library_of(tokens: int) -> str:
-    return "moe_decode"
 
 
 def _experts_on_cpu(x, expert_ids, weights: ExpertWeights, out, alpha, limit):

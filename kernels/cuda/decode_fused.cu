@@ -73,6 +73,7 @@ struct CombineArgs {
   uint16_t* residual;           // [tokens, columns] in and out
   const uint16_t* norm_weight;  // [columns]
   uint16_t* normed;             // [tokens, columns]
+  const uint16_t* next_bias;    // [columns] or null: goes into the stored residual alone
   int columns, choices, first_expert, experts;
   float eps;
 };
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(512) combine_norm(CombineArgs a) {
     }
     add(load_global_16(from), 1.0f);
     stored = make_uint4(bf16x2_pack(x[0], x[1]), bf16x2_pack(x[2], x[3]), bf16x2_pack(x[4], x[5]), bf16x2_pack(x[6], x[7]));
-    *reinterpret_cast<uint4*>(row) = stored;
+    if (a.next_bias) add(__ldg(reinterpret_cast<const uint4*>(a.next_bias + at)), 1.0f);
+    *reinterpret_cast<uint4*>(row) = a.next_bias ? make_uint4(bf16x2_pack(x[0], x[1]), bf16x2_pack(x[2], x[3]), bf16x2_pack(x[4], x[5]), bf16x2_pack(x[6], x[7])) : stored;
   }
   auto square = [](uint32_t v) { return bf16_low(v) * bf16_low(v) + bf16_high(v) * bf16_high(v); };
   float sum = warp_sum(square(stored.x) + square(stored.y) + square(stored.z) + square(stored.w));
@@ -194,13 +196,14 @@ extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, co
 }
 
 extern "C" int tandem_combine_norm(const void* token_ids, const void* embedding, const void* pairs, const void* expert_ids,
-                                   const void* expert_weights, void* residual, const void* norm_weight, void* normed, int tokens,
+                                   const void* expert_weights, void* residual, const void* norm_weight, void* normed, const void* next_bias, int tokens,
                                    int columns, int choices, int first_expert, int experts, float eps, void* stream) {
   if (columns % 8 || columns > 4096) return -1;
   const CombineArgs a = {static_cast<const int32_t*>(token_ids), static_cast<const uint16_t*>(embedding),
                          static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
                          static_cast<const float*>(expert_weights), static_cast<uint16_t*>(residual),
-                         static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed), columns, choices, first_expert, experts,
+                         static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed),
+                         static_cast<const uint16_t*>(next_bias), columns, choices, first_expert, experts,
                          eps};
   return launch(combine_norm, dim3(tokens), row_threads(columns), 0, stream, a);
 }
