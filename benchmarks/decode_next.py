@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.decode_checks import ALPHA, LIMIT, check_dense, check_experts, check_full_attention, check_route_and_combine, errors
-from benchmarks.decode_kernels import COPY_GBPS, full_case, graph_us
+from benchmarks.decode_kernels import COPY_GBPS, _dense_case, full_case, graph_us
 from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
-from kernels import attention_decode, cuda_library, decode_fused, moe_decode
+from kernels import attention_decode, cuda_library, moe_decode
 
-OTHERS = ("attention_full_next", "decode_fused_next")
+OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next")
 VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
 SERVED = VARIANTS[0]
 BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
@@ -39,6 +39,7 @@ STEPS = {
     "120b": ((1, 8192), (8, 8192), (32, 8192), (64, 8192)),
 }
 CHECK_S, TIME_S, REPLAYS, TURNS = 40, 90, 12, 4
+cuda_library.FLAGS = (*cuda_library.FLAGS, "-DTANDEM_SPINS_END")  # a kernel that hangs stops by itself
 STAMPS = ("entry", "ids awaited", "groups", "-", "p1 columns", "go seen", "p2 columns", "-", "p1 sums", "arrived", "all arrived", "p2 sums")
 
 
@@ -48,6 +49,8 @@ def using(experts: str = SERVED, *, attention: bool = False, dense: bool = False
     names = {SERVED: experts}
     if attention:
         names |= {"attention_full": "attention_full_next", "decode_fused": "decode_fused_next"}
+    if dense:
+        names["dense_decode"] = "dense_decode_next"
     load, chunk = cuda_library.load, attention_decode.CHUNK_TOKENS
     cuda_library.load = lambda name: load(names.get(name, name))
     attention_decode.CHUNK_TOKENS = 256 if attention else chunk
@@ -79,7 +82,7 @@ def time_alone(model: str, config, weights, variants: list[str]) -> dict:
     return rows
 
 
-def time_steps(model: str, config, weights, alone: dict, report) -> None:
+def time_steps(model: str, config, weights, alone: dict, with_others: bool, report) -> None:
     """Whole steps of what is served and of the fastest variant alone, in turns."""
     for batch, context in STEPS[model]:
         row = alone[batch]
@@ -88,8 +91,10 @@ def time_steps(model: str, config, weights, alone: dict, report) -> None:
             "served": (using(), False),
             best: (using(best), False),
             "+attention": (using(best, attention=True), False),
-            "+dense": (using(best, attention=True), True),
+            "+dense": (using(best, attention=True, dense=True), True),
         }
+        if not with_others:
+            del choices["+attention"], choices["+dense"]
         with using(attention=True):
             decode = random_decode(config, weights, batch, context)
         graphs = {}
@@ -115,8 +120,20 @@ def time_steps(model: str, config, weights, alone: dict, report) -> None:
         torch.cuda.empty_cache()
 
 
+def time_dense(config, weights, report) -> None:
+    """The dense products and what follows them, as served and in half tiles."""
+    pool = randn(1024, 2, 8, 16, 64)
+    for batch in (1, 8, 16, 32, 128):
+        row: dict = {"dense": "20b", "batch": batch}
+        for is_next in (False, True):
+            with using(attention=is_next, dense=is_next):
+                for name, _, us, _ in _dense_case(config, weights, batch, pool):
+                    row[name + (" next" if is_next else "")] = round(us, 2)
+        report(row)
+
+
 def time_attention(report) -> None:
-    """Full attention as served and in smaller chunks; rotation after the library's product as served and by 16 bytes a thread."""
+    """Full attention as served and in smaller chunks."""
     for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024), (32, 32768)):
         row: dict = {
             "attention": "full",
@@ -130,21 +147,11 @@ def time_attention(report) -> None:
                 row[name] = round(graph_us([partial(full, i) for i in range(8)]), 1)
             torch.cuda.empty_cache()
         report(row)
-    pool = randn(1024, 2, 8, 16, 64)
-    for batch in (32, 128):
-        q, qkv, bias = randn(batch, 64, 64), randn(batch, 5120), randn(5120)
-        slots, cos_sin = torch.randperm(16384, device="cuda")[:batch].int(), torch.rand(batch, 32, 2, device="cuda")
-        row = {"attention": "rotate", "batch": batch, "context": 0}
-        for name, is_next in (("served", False), ("next", True)):
-            with using(attention=is_next):
-                run = partial(decode_fused.launch_rotate_write, qkv, bias, pool, slots, cos_sin, q)
-                row[name] = round(graph_us([run] * 20), 2)
-        report(row)
 
 
 def check_others() -> str:
     """Chunks of 256 tokens, rotation by 16 bytes, and the bias of the output projection in the residual before it."""
-    with using(attention=True):
+    with using(attention=True, dense=True):
         lines = [check_full_attention(), check_dense(), check_route_and_combine()]
         config = gpt_oss_config("20b", 4)
         weights = random_weights(config)
@@ -165,14 +172,23 @@ def time_child(model: str, variants: list[str], out: Path) -> None:
 
     config = gpt_oss_config(model)
     weights = random_weights(config)
-    alone = time_alone(model, config, weights, variants)
+    alone = time_alone(model, config, weights, [name for name in variants if name in VARIANTS])
     for batch, row in alone.items():
         report({"alone": model, "batch": batch, **row})
-    if model == "20b" and "moe_decode_few" in variants:
-        report({"stamps": stamps(config, weights)})
+    parts = [lambda: time_steps(model, config, weights, alone, "others" in variants, report)]
     if model == "20b":
-        time_attention(report)
-    time_steps(model, config, weights, alone, report)
+        parts = [
+            lambda: report({"stamps": stamps(config, weights)}),
+            lambda: time_attention(report),
+            lambda: time_dense(config, weights, report),
+            *parts,
+        ]
+    for part in parts:
+        try:
+            part()
+        except Exception:  # noqa: BLE001 - the other parts go on
+            report({"failed": model, "batch": 0, "why": traceback.format_exc().strip().splitlines()[-1][:300]})
+        torch.cuda.empty_cache()
 
 
 def stamps(config, weights, batch: int = 1) -> dict:
@@ -235,13 +251,13 @@ def parent(out: Path) -> None:
     log: list[str] = []
     cuda_library.build_all((*cuda_library.NAMES, *VARIANTS[1:], *OTHERS))
     log.append(f"built after {time.monotonic() - begin:.0f} s")
+    names = (*VARIANTS, "others")
     with ThreadPoolExecutor(2) as pool:
-        names = (*VARIANTS, "others")
         wrong = dict(zip(names, pool.map(lambda v: child(out, "check", v, limit=CHECK_S), names), strict=True))
     for name, problem in wrong.items():
         log.append(f"check {name}: {problem or 'ok'}")
     log.append(f"checked after {time.monotonic() - begin:.0f} s")
-    good = [name for name in VARIANTS if name == SERVED or not wrong[name]]
+    good = [name for name in names if name == SERVED or not wrong[name]]
     records = out / "decode_next.json"
     records.write_text("")
     for model in STEPS:

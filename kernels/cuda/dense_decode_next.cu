@@ -1,0 +1,335 @@
+// bf16 matrix products for up to 16 tokens, bound by the weights' bytes: QKV with rotary embedding and K/V write, output projection with
+// residual, router with norm and top-k. Weights are plain row-major; each warp owns a slice of the columns, a block
+// adds its warps' sums in a fixed order. The first weights are asked for before the kernel ahead has finished.
+#include <type_traits>
+
+#include "primitives.cuh"
+
+namespace {
+
+constexpr int kMaxChoices = 8;
+
+struct DenseArgs {
+  const uint16_t* x;        // [tokens, columns] bf16
+  const uint16_t* weights;  // [tiles * 16, columns] bf16
+  const uint16_t* bias;     // [tiles * 16] bf16 or null
+  int tokens, tiles;
+};
+
+struct QkvEpilogue {
+  uint16_t* q;              // [tokens, q_heads, head_dim]
+  uint16_t* kv_pool;        // [blocks, 2, kv_heads, block_size, head_dim]
+  const int32_t* slots;     // [tokens], -1 writes nowhere
+  const float* cos_sin;     // [tokens, head_dim / 2, 2]
+  int q_heads, kv_heads, block_size;
+};
+struct ResidualEpilogue {
+  const uint16_t* residual;  // null to leave it out
+  uint16_t* out;             // [tokens, rows], may be the residual itself
+};
+struct RouteEpilogue {
+  const uint16_t* norm_weight;   // [columns]
+  uint16_t* normed;              // [tokens, columns]
+  const float* logits_override;  // [tokens, experts] or null
+  float* logits;                 // [tokens, experts] scratch
+  int32_t* arrived;              // [token tiles], zero before and after
+  const int32_t* slots;          // [tokens], -1 for a padded row
+  int32_t* expert_ids;           // [tokens, choices]
+  float* expert_weights;
+  int choices;
+  float eps;
+};
+
+// Rows r and r + 8 of a tile for one token.
+__device__ __forceinline__ void finish(const QkvEpilogue& e, const DenseArgs& a, int tile, int row, int token, float top, float bottom) {
+  const int head = tile / 4, d = tile % 4 * 8 + row;  // head_dim 64: a tile holds dimensions d and d + 32
+  const int slot = __ldg(e.slots + token);
+  if (head < e.q_heads + e.kv_heads) {
+    const float2 rotation = *reinterpret_cast<const float2*>(e.cos_sin + (token * 32 + d) * 2);
+    const float x1 = top, x2 = bottom;
+    top = x1 * rotation.x - x2 * rotation.y;
+    bottom = x2 * rotation.x + x1 * rotation.y;
+  }
+  uint16_t* to;
+  if (head < e.q_heads) {
+    to = e.q + (static_cast<size_t>(token) * e.q_heads + head) * 64;
+  } else {
+    if (slot < 0) return;
+    const int kv = head - e.q_heads, value = kv >= e.kv_heads;
+    const size_t block = slot / e.block_size;
+    to = e.kv_pool + (((block * 2 + value) * e.kv_heads + kv - value * e.kv_heads) * e.block_size + slot % e.block_size) * 64;
+  }
+  to[d] = bf16_from_float(top);
+  to[d + 32] = bf16_from_float(bottom);
+}
+__device__ __forceinline__ void finish(const ResidualEpilogue& e, const DenseArgs& a, int tile, int row, int token, float top, float bottom) {
+  const size_t at = static_cast<size_t>(token) * a.tiles * 16 + tile * 16 + row;
+  if (e.residual) {
+    top += bf16_to_float(__ldcg(e.residual + at));
+    bottom += bf16_to_float(__ldcg(e.residual + at + 8));
+  }
+  e.out[at] = bf16_from_float(top);
+  e.out[at + 8] = bf16_from_float(bottom);
+}
+__device__ __forceinline__ void finish(const RouteEpilogue& e, const DenseArgs& a, int tile, int row, int token, float top, float bottom) {
+  float* out = e.logits + static_cast<size_t>(token) * a.tiles * 16 + tile * 16 + row;
+  out[0] = top;
+  out[8] = bottom;
+}
+
+// This warp's slice of the tokens: registers b[nt][j] of lane 4 g + c hold columns 32 j + 8 c .. + 7 of token 8 nt + g.
+template <int UNITS, int NT>
+__device__ __forceinline__ void load_tokens(uint4 (&b)[NT][UNITS], const uint16_t* x, int tokens, int first_token, int columns) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++) {
+    const int token = first_token + nt * 8 + g;
+    const uint16_t* row = x + static_cast<size_t>(token < tokens ? token : 0) * columns + warp * UNITS * 32 + 8 * c;
+#pragma unroll
+    for (int j = 0; j < UNITS; j++) b[nt][j] = token < tokens ? load_global_16(row + j * 32) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+__device__ __forceinline__ float square_sum(uint32_t pair) { return bf16_low(pair) * bf16_low(pair) + bf16_high(pair) * bf16_high(pair); }
+__device__ __forceinline__ uint32_t scale_pair(uint32_t x, float scale, uint32_t weight) {
+  return bf16x2_pack(bf16_low(x) * scale * bf16_low(weight), bf16_high(x) * scale * bf16_high(weight));
+}
+
+// RMSNorm of eight tokens in place. `sums` is [warps][8] of shared memory; `weight` is this warp's slice of the norm's weights.
+template <int WARPS, int UNITS>
+__device__ __forceinline__ void norm_tokens(uint4 (&b)[1][UNITS], const uint4 (&weight)[UNITS], float* sums, float eps) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < UNITS; j++) sum += square_sum(b[0][j].x) + square_sum(b[0][j].y) + square_sum(b[0][j].z) + square_sum(b[0][j].w);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+  if (lane % 4 == 0) sums[warp * 8 + g] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum += sums[w * 8 + g];
+  const float scale = rsqrtf(sum / (WARPS * UNITS * 32) + eps);
+#pragma unroll
+  for (int j = 0; j < UNITS; j++) {
+    b[0][j].x = scale_pair(b[0][j].x, scale, weight[j].x);
+    b[0][j].y = scale_pair(b[0][j].y, scale, weight[j].y);
+    b[0][j].z = scale_pair(b[0][j].z, scale, weight[j].z);
+    b[0][j].w = scale_pair(b[0][j].w, scale, weight[j].w);
+  }
+}
+
+// One warp chooses a token's experts: falling logit, ties to the lower id, NaN as minus infinity; softmax over the chosen.
+__device__ __forceinline__ void choose_experts(const float* logits, int experts, int choices, bool padded, int32_t* ids, float* weights) {
+  const int lane = threadIdx.x % 32;
+  float mine[4];
+  for (int i = 0; i < 4; i++) {
+    const int e = lane + 32 * i;
+    const float v = e < experts ? __ldcg(logits + e) : 0.0f;
+    mine[i] = v == v ? v : -INFINITY;
+  }
+  uint32_t taken = 0;
+  float chosen[kMaxChoices], total = 0.0f;
+  int id[kMaxChoices];
+#pragma unroll
+  for (int k = 0; k < kMaxChoices; k++) {
+    if (k >= choices) break;
+    float best = -INFINITY;
+    int best_id = 1 << 20;
+    for (int i = 0; i < 4; i++) {
+      const int e = lane + 32 * i;
+      if (e < experts && !(taken >> i & 1) && (mine[i] > best || (mine[i] == best && e < best_id))) best = mine[i], best_id = e;
+    }
+    for (int step = 16; step > 0; step >>= 1) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
+      const int other_id = __shfl_xor_sync(0xFFFFFFFFu, best_id, step);
+      if (other > best || (other == best && other_id < best_id)) best = other, best_id = other_id;
+    }
+    if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
+    chosen[k] = best;
+    id[k] = best_id;
+    total += expf(best - chosen[0]);
+  }
+  if (lane == 0)
+    for (int k = 0; k < choices; k++) {
+      ids[k] = padded ? -1 : id[k];
+      weights[k] = padded ? 0.0f : expf(chosen[k] - chosen[0]) / total;
+    }
+}
+
+template <int WARPS, int UNITS, int NT, int TURNS, typename Epilogue>
+__global__ void __launch_bounds__(WARPS * 32) dense_gemm(DenseArgs a, Epilogue epilogue) {
+  constexpr bool kRoute = std::is_same<Epilogue, RouteEpilogue>::value;
+  constexpr int kColumns = WARPS * UNITS * 32;
+  DYNAMIC_SHARED(shared);
+  constexpr int kStages = TURNS * UNITS;
+  float* partial = reinterpret_cast<float*>(shared + WARPS * kStages * 512);  // two of [WARPS][NT][4][32]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+  unsigned char* ring = shared + warp * kStages * 512;
+
+  // An item is half a tile: rows 4 h .. 4 h + 3 and 8 more. This lane asks for columns 8 c .. 8 c + 7 of one of the eight rows.
+  const int items = 2 * a.tiles;
+  int ask_item = blockIdx.x, ask_unit = 0;
+  auto ask = [&](int slot) {
+    if (ask_item < items) {
+      const size_t row = static_cast<size_t>(ask_item / 2) * 16 + ask_item % 2 * 4 + g % 4 + g / 4 * 8;
+      copy_async_16(ring + slot * 512 + lane * 16, a.weights + row * kColumns + (warp * UNITS + ask_unit) * 32 + 8 * c);
+    }
+    copy_async_commit();
+    if (++ask_unit == UNITS) {
+      ask_unit = 0;
+      ask_item += gridDim.x;
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kStages; i++) ask(i);
+
+  uint4 b[NT][UNITS];
+  const int first_token = kRoute ? blockIdx.y * 8 : 0;
+  if constexpr (kRoute) {
+    uint4 norm[UNITS];
+#pragma unroll
+    for (int j = 0; j < UNITS; j++) norm[j] = __ldg(reinterpret_cast<const uint4*>(epilogue.norm_weight + warp * UNITS * 32 + j * 32 + 8 * c));
+    wait_for_previous_kernel();
+    start_next_kernel();
+    load_tokens(b, a.x, a.tokens, first_token, kColumns);
+    norm_tokens<WARPS, UNITS>(b, norm, partial, epilogue.eps);
+    if (blockIdx.x == 0 && first_token + g < a.tokens)
+#pragma unroll
+      for (int j = 0; j < UNITS; j++)
+        *reinterpret_cast<uint4*>(epilogue.normed + static_cast<size_t>(first_token + g) * kColumns + warp * UNITS * 32 + j * 32 + 8 * c) = b[0][j];
+    __syncthreads();
+  } else {
+    wait_for_previous_kernel();
+    start_next_kernel();
+    load_tokens(b, a.x, a.tokens, first_token, kColumns);
+  }
+
+  int phase = 0, turn = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    float acc[NT][4] = {};
+#pragma unroll
+    for (int j = 0; j < UNITS; j++) {
+      copy_async_wait<kStages - 1>();
+      __syncwarp();
+      const int slot = turn * UNITS + j;
+      // Rows 4 .. 7 and 12 .. 15 of the product repeat the others; nobody reads them.
+      const uint4 top = *reinterpret_cast<const uint4*>(ring + slot * 512 + lane % 16 * 16);
+      const uint4 bottom = *reinterpret_cast<const uint4*>(ring + slot * 512 + 256 + lane % 16 * 16);
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) {
+        mma_bf16(acc[nt], top.x, bottom.x, top.y, bottom.y, b[nt][j].x, b[nt][j].y);
+        mma_bf16(acc[nt], top.z, bottom.z, top.w, bottom.w, b[nt][j].z, b[nt][j].w);
+      }
+      __syncwarp();
+      ask(slot);
+    }
+    if (++turn == TURNS) turn = 0;
+    float* mine = partial + phase * WARPS * NT * 128;
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) mine[((warp * NT + nt) * 4 + i) * 32 + lane] = acc[nt][i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < NT * 32; i += WARPS * 32) {
+      const int tile = item / 2, row = item % 2 * 4 + i % 4, n = i / 4;
+      if (first_token + n >= a.tokens) continue;
+      const float* at = mine + (n / 8 * 4 + (n & 1)) * 32 + 4 * (i % 4) + n % 8 / 2;
+      float top = 0.0f, bottom = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        top += at[w * NT * 128];
+        bottom += at[w * NT * 128 + 64];
+      }
+      if (a.bias) {
+        top += bf16_to_float(__ldg(a.bias + tile * 16 + row));
+        bottom += bf16_to_float(__ldg(a.bias + tile * 16 + row + 8));
+      }
+      finish(epilogue, a, tile, row, first_token + n, top, bottom);
+    }
+    phase ^= 1;
+  }
+
+  if constexpr (kRoute) {  // the block that comes last has all logits of its eight tokens
+    __threadfence();
+    __syncthreads();
+    int32_t* last = reinterpret_cast<int32_t*>(shared);
+    if (threadIdx.x == 0) {
+      const int before = atomicAdd(epilogue.arrived + blockIdx.y, 1);
+      if (before == static_cast<int>(gridDim.x) - 1) epilogue.arrived[blockIdx.y] = 0;
+      *last = before == static_cast<int>(gridDim.x) - 1;
+    }
+    __syncthreads();
+    if (!*last) return;
+    __threadfence();
+    for (int token = first_token + warp; token < a.tokens && token < first_token + 8; token += WARPS) {
+      const size_t at = static_cast<size_t>(token) * a.tiles * 16;
+      choose_experts((epilogue.logits_override ? epilogue.logits_override : epilogue.logits) + at, a.tiles * 16, epilogue.choices,
+                     __ldg(epilogue.slots + token) < 0, epilogue.expert_ids + token * epilogue.choices,
+                     epilogue.expert_weights + token * epilogue.choices);
+    }
+  }
+}
+
+template <int WARPS, int UNITS, int NT, int TURNS, typename Epilogue>
+int launch_one(const DenseArgs& a, const Epilogue& e, dim3 grid, void* stream) {
+  constexpr int kShared = WARPS * TURNS * UNITS * 512 + 2 * WARPS * NT * 512;
+  return launch(dense_gemm<WARPS, UNITS, NT, TURNS, Epilogue>, grid, WARPS * 32, kShared, stream, a, e);
+}
+
+// Columns are warps x units x 32. 2880: hidden; 4096 / 2048 / 1024 / 512: heads of one, two, four, eight ranks; 256: the tiny model.
+template <int NT, typename Epilogue>
+int launch_columns(const DenseArgs& a, const Epilogue& e, int columns, dim3 grid, void* stream) {
+  switch (columns) {
+#ifdef TANDEM_EMULATE
+    case 256: return launch_one<4, 2, NT, 2>(a, e, grid, stream);
+    case 512: return launch_one<4, 4, NT, 1>(a, e, grid, stream);
+#else
+    case 256: return launch_one<4, 2, NT, 2>(a, e, grid, stream);
+    case 2880: return launch_one<10, 9, NT, 2>(a, e, grid, stream);
+    case 4096: return launch_one<16, 8, NT, 1>(a, e, grid, stream);
+    case 2048: return launch_one<16, 4, NT, 2>(a, e, grid, stream);
+    case 1024: return launch_one<8, 4, NT, 2>(a, e, grid, stream);
+    case 512: return launch_one<8, 2, NT, 2>(a, e, grid, stream);
+#endif
+    default: return -1;
+  }
+}
+template <typename Epilogue>
+int launch_dense(const DenseArgs& a, const Epilogue& e, int columns, int blocks, void* stream) {
+  const dim3 grid(blocks < 2 * a.tiles ? blocks : 2 * a.tiles);
+  if (a.tokens <= 8) return launch_columns<1>(a, e, columns, grid, stream);
+  if (a.tokens <= 16) return launch_columns<2>(a, e, columns, grid, stream);
+  return -1;
+}
+DenseArgs dense_args(const void* x, const void* weights, const void* bias, int tokens, int tiles) {
+  return {static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weights), static_cast<const uint16_t*>(bias), tokens, tiles};
+}
+
+}  // namespace
+
+extern "C" int tandem_qkv(const void* x, const void* weights, const void* bias, void* q, void* kv_pool, const void* slots,
+                          const void* cos_sin, int tokens, int columns, int tiles, int q_heads, int kv_heads, int block_size, int blocks,
+                          void* stream) {
+  const QkvEpilogue e = {static_cast<uint16_t*>(q), static_cast<uint16_t*>(kv_pool), static_cast<const int32_t*>(slots),
+                         static_cast<const float*>(cos_sin), q_heads, kv_heads, block_size};
+  return launch_dense(dense_args(x, weights, bias, tokens, tiles), e, columns, blocks, stream);
+}
+
+extern "C" int tandem_projection(const void* x, const void* weights, const void* bias, const void* residual, void* out, int tokens,
+                                 int columns, int tiles, int blocks, void* stream) {
+  const ResidualEpilogue e = {static_cast<const uint16_t*>(residual), static_cast<uint16_t*>(out)};
+  return launch_dense(dense_args(x, weights, bias, tokens, tiles), e, columns, blocks, stream);
+}
+
+extern "C" int tandem_route(const void* x, const void* weights, const void* bias, const void* norm_weight, void* normed,
+                            const void* logits_override, void* logits, void* arrived, const void* slots, void* expert_ids,
+                            void* expert_weights, int tokens, int columns, int tiles, int choices, float eps, void* stream) {
+  if (tiles > 8 || choices > kMaxChoices) return -1;
+  const RouteEpilogue e = {static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed),
+                           static_cast<const float*>(logits_override), static_cast<float*>(logits), static_cast<int32_t*>(arrived),
+                           static_cast<const int32_t*>(slots), static_cast<int32_t*>(expert_ids), static_cast<float*>(expert_weights),
+                           choices, eps};
+  const DenseArgs a = dense_args(x, weights, bias, tokens, tiles);
+  return launch_columns<1>(a, e, columns, dim3(2 * tiles, (tokens + 7) / 8), stream);
+}
