@@ -83,11 +83,11 @@ __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
 }
 #ifdef TANDEM_SPINS_END
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  for (uint32_t tries = 0, done = 0; !done; tries++) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-    if (tries > 1u << 21) __trap();
-  }
+  asm volatile(
+      "{\n.reg .pred done, late;\n.reg .u32 n;\nmov.u32 n, 0;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\n"
+      "add.u32 n, n, 1;\nsetp.gt.u32 late, n, 2097152;\n@late trap;\nbra WAIT;\nDONE:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
 }
 #else
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
