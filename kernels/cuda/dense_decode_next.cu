@@ -119,42 +119,44 @@ __device__ __forceinline__ void norm_tokens(uint4 (&b)[1][UNITS], const uint4 (&
   }
 }
 
+constexpr int kNone = -2147483647 - 1;  // below every logit
+__device__ __forceinline__ int order_of(float v) {
+  const int bits = static_cast<int>(__float_as_uint(v + 0.0f));  // -0 is 0
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
 // One warp chooses a token's experts: falling logit, ties to the lower id, NaN as minus infinity; softmax over the chosen.
 __device__ __forceinline__ void choose_experts(const float* logits, int experts, int choices, bool padded, int32_t* ids, float* weights) {
   const int lane = threadIdx.x % 32;
-  float mine[4];
+  int mine[4];  // integers in the order of the logits
   for (int i = 0; i < 4; i++) {
     const int e = lane + 32 * i;
     const float v = e < experts ? __ldcg(logits + e) : 0.0f;
-    mine[i] = v == v ? v : -INFINITY;
+    mine[i] = e < experts ? order_of(v == v ? v : -INFINITY) : kNone;
   }
-  uint32_t taken = 0;
-  float chosen[kMaxChoices], total = 0.0f;
-  int id[kMaxChoices];
+  float first = 0.0f, mine_best = 0.0f, total = 0.0f;  // lane k keeps the choice k
+  int mine_id = 0;
 #pragma unroll
   for (int k = 0; k < kMaxChoices; k++) {
     if (k >= choices) break;
-    float best = -INFINITY;
-    int best_id = 1 << 20;
-    for (int i = 0; i < 4; i++) {
-      const int e = lane + 32 * i;
-      if (e < experts && !(taken >> i & 1) && (mine[i] > best || (mine[i] == best && e < best_id))) best = mine[i], best_id = e;
-    }
-    for (int step = 16; step > 0; step >>= 1) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
-      const int other_id = __shfl_xor_sync(0xFFFFFFFFu, best_id, step);
-      if (other > best || (other == best && other_id < best_id)) best = other, best_id = other_id;
-    }
-    if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
-    chosen[k] = best;
-    id[k] = best_id;
-    total += expf(best - chosen[0]);
+    int own = mine[0], at = 0;
+#pragma unroll
+    for (int i = 1; i < 4; i++)
+      if (mine[i] > own) own = mine[i], at = i;
+    const int top = __reduce_max_sync(0xFFFFFFFFu, own);
+    const int best_id = __reduce_min_sync(0xFFFFFFFFu, own == top ? lane + 32 * at : 1 << 20);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (best_id == lane + 32 * i) mine[i] = kNone;
+    const float best = __uint_as_float(static_cast<uint32_t>(top ^ (top >> 31 & 0x7FFFFFFF)));
+    if (k == 0) first = best;
+    if (lane == k) mine_best = best, mine_id = best_id;
+    total += expf(best - first);
   }
-  if (lane == 0)
-    for (int k = 0; k < choices; k++) {
-      ids[k] = padded ? -1 : id[k];
-      weights[k] = padded ? 0.0f : expf(chosen[k] - chosen[0]) / total;
-    }
+  if (lane < choices) {
+    ids[lane] = padded ? -1 : mine_id;
+    weights[lane] = padded ? 0.0f : expf(mine_best - first) / total;
+  }
 }
 
 template <int WARPS, int UNITS, int NT, int TURNS, typename Epilogue>

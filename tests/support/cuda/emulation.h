@@ -209,6 +209,14 @@ inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
   for (int i = 0; i < 32; i++) bits |= all[i].words[0];
   return bits;
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  emulation::LaneInput in = {};
+  in.words[0] = static_cast<uint32_t>(value);
+  const auto* all = emulation::exchange(in);
+  for (int i = 0; i < 32; i++) value = std::max(value, static_cast<int>(all[i].words[0]));
+  return value;
+}
+inline int __reduce_min_sync(unsigned mask, int value) { return ~__reduce_max_sync(mask, ~value); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 template <typename T>
 inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
