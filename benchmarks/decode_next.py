@@ -24,13 +24,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decode_checks import ALPHA, LIMIT, check_dense, check_experts, check_full_attention, check_route_and_combine, errors
-from benchmarks.decode_kernels import COPY_GBPS, _dense_case, full_case, graph_us
+from benchmarks.decode_checks import (
+    ALPHA,
+    LIMIT,
+    check_dense,
+    check_experts,
+    check_full_attention,
+    check_route_and_combine,
+    check_sliding_attention,
+    errors,
+)
+from benchmarks.decode_kernels import COPY_GBPS, _attention_case, _dense_case, graph_us
 from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import attention_decode, cuda_library, moe_decode
 
-OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next")
+OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next", "attention_sliding_next")
 VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
 SERVED = VARIANTS[0]
 BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
@@ -48,7 +57,11 @@ def using(experts: str = SERVED, *, attention: bool = False, dense: bool = False
     """Other libraries in place of those that are served meanwhile: of the experts, attention in smaller chunks, rotation by 16 bytes."""
     names = {SERVED: experts}
     if attention:
-        names |= {"attention_full": "attention_full_next", "decode_fused": "decode_fused_next"}
+        names |= {
+            "attention_full": "attention_full_next",
+            "decode_fused": "decode_fused_next",
+            "attention_sliding": "attention_sliding_next",
+        }
     if dense:
         names["dense_decode"] = "dense_decode_next"
     load, chunk = cuda_library.load, attention_decode.CHUNK_TOKENS
@@ -143,8 +156,8 @@ def time_attention(report) -> None:
         }
         for name, is_next in (("served", False), ("next", True)):
             with using(attention=is_next):
-                full, _ = full_case(batch, context)
-                row[name] = round(graph_us([partial(full, i) for i in range(8)]), 1)
+                for title, _, us, _ in _attention_case(batch, context):
+                    row[f"{title.split()[0]} {name}"] = round(us, 1)
             torch.cuda.empty_cache()
         report(row)
 
@@ -152,7 +165,7 @@ def time_attention(report) -> None:
 def check_others() -> str:
     """Chunks of 256 tokens, rotation by 16 bytes, and the bias of the output projection in the residual before it."""
     with using(attention=True, dense=True):
-        lines = [check_full_attention(), check_dense(), check_route_and_combine()]
+        lines = [check_full_attention(), check_sliding_attention(), check_dense(), check_route_and_combine()]
         config = gpt_oss_config("20b", 4)
         weights = random_weights(config)
         decode = random_decode(config, weights, 33, 1000)
