@@ -265,7 +265,7 @@ def parent(out: Path) -> None:
     cuda_library.build_all((*cuda_library.NAMES, *VARIANTS[1:], *OTHERS))
     log.append(f"built after {time.monotonic() - begin:.0f} s")
     names = (*VARIANTS, "others")
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         wrong = dict(zip(names, pool.map(lambda v: child(out, "check", v, limit=CHECK_S), names), strict=True))
     for name, problem in wrong.items():
         log.append(f"check {name}: {problem or 'ok'}")
