@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,15 +32,16 @@ from benchmarks.decode_checks import (
     check_experts,
     check_full_attention,
     check_route_and_combine,
+    check_sampling,
     check_sliding_attention,
     errors,
 )
-from benchmarks.decode_kernels import COPY_GBPS, _attention_case, _dense_case, graph_us
+from benchmarks.decode_kernels import COPY_GBPS, _attention_case, _dense_case, _vocabulary_case, graph_us
 from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import attention_decode, cuda_library, moe_decode
 
-OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next", "attention_sliding_next")
+OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next", "attention_sliding_next", "sampling_next")
 VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
 SERVED = VARIANTS[0]
 BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
@@ -63,7 +65,7 @@ def using(experts: str = SERVED, *, attention: bool = False, dense: bool = False
             "attention_sliding": "attention_sliding_next",
         }
     if dense:
-        names["dense_decode"] = "dense_decode_next"
+        names |= {"dense_decode": "dense_decode_next", "sampling": "sampling_next"}
     load, chunk = cuda_library.load, attention_decode.CHUNK_TOKENS
     cuda_library.load = lambda name: load(names.get(name, name))
     attention_decode.CHUNK_TOKENS = 256 if attention else chunk
@@ -140,7 +142,7 @@ def time_dense(config, weights, report) -> None:
         row: dict = {"dense": "20b", "batch": batch}
         for is_next in (False, True):
             with using(attention=is_next, dense=is_next):
-                for name, _, us, _ in _dense_case(config, weights, batch, pool):
+                for name, _, us, _ in chain(_dense_case(config, weights, batch, pool), _vocabulary_case(config, weights, batch)):
                     row[name + (" next" if is_next else "")] = round(us, 2)
         report(row)
 
@@ -165,7 +167,7 @@ def time_attention(report) -> None:
 def check_others() -> str:
     """Chunks of 256 tokens, rotation by 16 bytes, and the bias of the output projection in the residual before it."""
     with using(attention=True, dense=True):
-        lines = [check_full_attention(), check_sliding_attention(), check_dense(), check_route_and_combine()]
+        lines = [check_full_attention(), check_sliding_attention(), check_dense(), check_route_and_combine(), check_sampling()]
         config = gpt_oss_config("20b", 4)
         weights = random_weights(config)
         decode = random_decode(config, weights, 33, 1000)
