@@ -39,10 +39,10 @@ from benchmarks.decode_checks import (
 from benchmarks.decode_kernels import COPY_GBPS, _attention_case, _dense_case, _vocabulary_case, graph_us
 from benchmarks.decode_random import randn, random_choices, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
-from kernels import attention_decode, cuda_library, moe_decode
+from kernels import attention_decode, cuda_library, decode_fused, moe_decode
 
 OTHERS = ("attention_full_next", "decode_fused_next", "dense_decode_next", "attention_sliding_next", "sampling_next")
-VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
+VARIANTS = ("moe_decode", "moe_decode_few", "moe_decode_few2", "moe_decode_adders", "moe_decode_wide", "moe_decode_wide16")
 SERVED = VARIANTS[0]
 BATCHES = {"20b": (1, 2, 4, 8, 16, 32, 64, 128), "120b": (1, 4, 8, 16, 32, 64, 128)}
 STEPS = {
@@ -51,7 +51,10 @@ STEPS = {
 }
 CHECK_S, TIME_S, REPLAYS, TURNS = 40, 90, 12, 4
 cuda_library.FLAGS = (*cuda_library.FLAGS, "-DTANDEM_SPINS_END")  # a kernel that hangs stops by itself
-STAMPS = ("entry", "ids awaited", "groups", "-", "p1 columns", "go seen", "p2 columns", "-", "p1 sums", "arrived", "all arrived", "p2 sums")
+STAMPS = (
+    "entry", "ids awaited", "groups", "p1 start", "p1 columns", "go seen", "p2 columns", "last p1 product", "p1 sums", "arrived",
+    "all arrived", "p2 sums",
+)  # fmt: skip
 
 
 @contextmanager
@@ -147,6 +150,22 @@ def time_dense(config, weights, report) -> None:
         report(row)
 
 
+def time_hot(weights, report) -> None:
+    """QKV and output projection whose weights are in L2 already: what asking for them ahead could gain at most."""
+    pool, layer = randn(1024, 2, 8, 16, 64), weights.layers[0]
+    x, a, residual, q = randn(1, 2880), randn(1, 4096), randn(1, 2880), randn(1, 64, 64)
+    slots, cos_sin = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.rand(1, 32, 2, device="cuda")
+    row: dict = {"hot": "20b", "batch": 1}
+    for name, is_next in (("", False), (" next", True)):
+        with using(dense=is_next):
+            qkv = partial(decode_fused.launch_qkv, x, layer.qkv, layer.qkv_bias, pool, slots, cos_sin, q)
+            row["qkv" + name] = round(graph_us([qkv] * 20), 2)
+            row["o" + name] = round(
+                graph_us([partial(decode_fused.launch_projection, a, layer.o, layer.o_bias, residual, residual)] * 20), 2
+            )
+    report(row)
+
+
 def time_attention(report) -> None:
     """Full attention as served and in smaller chunks."""
     for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024), (32, 32768)):
@@ -193,9 +212,12 @@ def time_child(model: str, variants: list[str], out: Path) -> None:
     parts = [lambda: time_steps(model, config, weights, alone, "others" in variants, report)]
     if model == "20b":
         parts = [
-            lambda: report({"stamps": stamps(config, weights)}),
+            lambda: report({"stamps": "moe_decode_few", "batch": 1, **stamps(config, weights, "moe_decode_few", 1)}),
+            lambda: report({"stamps": "moe_decode_wide", "batch": 1, **stamps(config, weights, "moe_decode_wide", 1)}),
+            lambda: report({"stamps": "moe_decode_wide", "batch": 64, **stamps(config, weights, "moe_decode_wide", 64)}),
             lambda: time_attention(report),
             lambda: time_dense(config, weights, report),
+            lambda: time_hot(weights, report),
             *parts,
         ]
     for part in parts:
@@ -206,10 +228,10 @@ def time_child(model: str, variants: list[str], out: Path) -> None:
         torch.cuda.empty_cache()
 
 
-def stamps(config, weights, batch: int = 1) -> dict:
-    """Microseconds from a block's entry to its points, of the kernel for few tokens built with clocks: median and last over blocks."""
+def stamps(config, weights, variant: str, batch: int) -> dict:
+    """Microseconds from a block's entry to points of an experts kernel built with clocks: first, median and last block."""
     cuda_library.FLAGS = (*cuda_library.FLAGS, "-DTANDEM_STAMPS")
-    library = ctypes.CDLL(str(cuda_library.build("moe_decode_few")))
+    library = ctypes.CDLL(str(cuda_library.build(variant)))
     cuda_library.FLAGS = cuda_library.FLAGS[:-1]
     layers, ids = weights.layers, random_choices(len(weights.layers), batch, config)
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
@@ -229,7 +251,7 @@ def stamps(config, weights, batch: int = 1) -> dict:
     blocks = cuda_library.multiprocessors(0)
     table = torch.tensor(list(raw)).view(256, 16)[:blocks]
     for i, name in enumerate(STAMPS):
-        if i in (3, 7):
+        if not bool((table[:, i] > 0).any()):
             continue
         since = (table[:, i] - table[:, 0]).float() / 1980
         result[name] = [round(float(v), 2) for v in (since.min(), since.median(), since.max())]
@@ -249,10 +271,6 @@ def child(out: Path, *arguments: str, limit: int) -> str:
 def show(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         kind = next(iter(row))
-        if kind == "stamps":
-            yield "stamps of moe_decode_few at batch 1, us since entry (first, median, last block):"
-            yield "   " + ", ".join(f"{name} {value}" for name, value in row["stamps"].items())
-            continue
         where = f"{row[kind]:>4} B={row['batch']:<3}" + (f" context {row['context']}" if "context" in row else "")
         values = " ".join(
             f"{name.removeprefix('moe_decode_')} {value}" for name, value in row.items() if name not in (kind, "batch", "context")

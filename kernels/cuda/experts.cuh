@@ -3,6 +3,15 @@
 #pragma once
 #include "primitives.cuh"
 
+#ifdef TANDEM_STAMPS
+__device__ long long stamps[256][16];
+#define STAMP(i) \
+  if (threadIdx.x % 32 == 0) stamps[blockIdx.x][i] = clock64()
+extern "C" int tandem_stamps(void* to) { return static_cast<int>(cudaMemcpyFromSymbol(to, stamps, sizeof(stamps))); }
+#else
+#define STAMP(i)
+#endif
+
 namespace {
 
 constexpr int kUnitBytes = 544;  // 32 rows x 32 columns: 512 bytes of codes, 32 of scales

@@ -4,15 +4,6 @@
 // not depend on the other tokens. The weights of the second product are asked for while the first one ends. Layout: `kernels/moe_decode.py`.
 #include "experts.cuh"
 
-#ifdef TANDEM_STAMPS
-__device__ long long stamps[256][16];
-#define STAMP(i) \
-  if (threadIdx.x % 32 == 0) stamps[blockIdx.x][i] = clock64()
-extern "C" int tandem_stamps(void* to) { return static_cast<int>(cudaMemcpyFromSymbol(to, stamps, sizeof(stamps))); }
-#else
-#define STAMP(i)
-#endif
-
 namespace {
 
 constexpr int kAdders = 2;  // warps that add, one for each half of a tile
@@ -217,10 +208,7 @@ __global__ void __launch_bounds__((WARPS + kAdders) * 32, 1) moe_experts(const _
       add_sums<WARPS, NT_MAX, true>(a, groups, sums, item, share_of(a, groups, 0), warp - WARPS);
       STAMP(8);
       __syncwarp();
-      if (lane == 0) {
-        __threadfence();
-        atomicAdd(a.arrived, 1);
-      }
+      if (lane == 0) add_release(a.arrived, 1);
       STAMP(9);
       if (a.last_phase == 1) wait_for_count(a.arrived, kAdders * gridDim.x);  // by one warp a block: many would hold up the atomics
       STAMP(10);

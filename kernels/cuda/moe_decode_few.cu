@@ -4,15 +4,6 @@
 // not depend on the other tokens. The weights of the second product are asked for while the first one ends. Layout: `kernels/moe_decode.py`.
 #include "experts.cuh"
 
-#ifdef TANDEM_STAMPS
-__device__ long long stamps[256][16];
-#define STAMP(i) \
-  if (threadIdx.x % 32 == 0) stamps[blockIdx.x][i] = clock64()
-extern "C" int tandem_stamps(void* to) { return static_cast<int>(cudaMemcpyFromSymbol(to, stamps, sizeof(stamps))); }
-#else
-#define STAMP(i)
-#endif
-
 namespace {
 
 constexpr int kSums = 2;  // partial sums of two items in flight between the warps and the one that adds them
@@ -227,10 +218,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
       add_sums<WARPS, NT_MAX, true>(a, groups, sums, item, share_of(a, groups, 0));
       STAMP(8);
       __syncwarp();
-      if (lane == 0) {
-        __threadfence();
-        atomicAdd(a.arrived, 1);
-      }
+      if (lane == 0) add_release(a.arrived, 1);
       STAMP(9);
       if (a.last_phase == 1) wait_for_count(a.arrived, gridDim.x);  // by one warp a block: many would hold up the atomics
       STAMP(10);
@@ -282,6 +270,9 @@ int launch_moe(MoeArgs a, int blocks, void* stream) {
 // an expert on average, 9% more with 8.
 template <int WARPS, int UNITS>
 int launch_by_tokens(const MoeArgs& a, int tokens, int all_experts, int blocks, void* stream) {
+#ifdef FEW_STEP
+  if (a.pairs <= 32) return launch_moe<WARPS, UNITS, FEW_STEP, 1, 3 * UNITS / FEW_STEP, true>(a, blocks, stream);
+#endif
   if (a.pairs <= 32) return launch_moe<WARPS, UNITS, UNITS, 1, 3, true>(a, blocks, stream);
   if (tokens <= 8) return launch_moe<WARPS, UNITS, UNITS, 1, 3, false>(a, blocks, stream);
   if (a.pairs < 16 * all_experts) return launch_moe<WARPS, UNITS, UNITS, 2, 3, false>(a, blocks, stream);

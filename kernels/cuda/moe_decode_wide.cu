@@ -176,7 +176,9 @@ __device__ __forceinline__ void multiply_share(const MoeArgs& a, const Groups& s
     const uint16_t* bias = p.bias + (static_cast<size_t>(s.expert[walk.group]) * p.tiles + tile) * 32 + mt * 16 + (GATE_UP ? 2 * g : g);
     const float bias_top = bf16_to_float(__ldg(bias)), bias_bottom = bf16_to_float(__ldg(bias + (GATE_UP ? 1 : 8)));
     float acc[2][NT][4] = {};
+    if (GATE_UP && threadIdx.x == 0 && walk.at == share_of(a, s, 0).first) STAMP(3);
     multiply<UNITS, STEP, NT, STAGES>(acc, ring, mine, has_tile);
+    if (GATE_UP && threadIdx.x == 0) STAMP(7);
     __syncthreads();  // the other half has taken the sums before these
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -216,29 +218,32 @@ __global__ void __launch_bounds__(kThreads, 1) moe_experts_wide(const __grid_con
   Groups& groups = *reinterpret_cast<Groups*>(full + kBarriers);
   const int warp = threadIdx.x / 32;
 
+  if (warp == 0) STAMP(0);
   for (int i = threadIdx.x; i < kBarriers; i += kThreads) barrier_init(full + i, 1);
   barrier_init_fence();
   wait_for_previous_kernel();
+  if (warp == 0) STAMP(1);
   build_groups<NT * 8>(groups, a);
+  if (warp == 0) STAMP(2);
   start_next_kernel();
 
   Ring ring(rings + warp * STAGES * Ring::kBytes, full + warp * STAGES, a, groups);
   if (a.first_phase == 0) {
     multiply_share<true, UNITS, STEP, NT, STAGES>(a, groups, ring, tokens, box);
+    if (warp == 0) STAMP(4);
     __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(a.arrived, 1);
-    }
+    if (threadIdx.x == 0) add_release(a.arrived, 1);
   }
   if (a.last_phase == 0) return;
   if (a.first_phase == 0) {
     if (warp == 0) wait_for_count(a.arrived, gridDim.x);
     __syncthreads();
   }
+  if (warp == 0) STAMP(5);
   int gone = 0;
   if (threadIdx.x == 0) gone = atomicAdd(a.arrived + 1, 1);
   multiply_share<false, UNITS, STEP, NT, STAGES>(a, groups, ring, tokens, box);
+  if (warp == 0) STAMP(6);
   if (threadIdx.x == 0 && gone == static_cast<int>(gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
 }
 

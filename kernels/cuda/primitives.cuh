@@ -118,6 +118,11 @@ __device__ __forceinline__ void wait_for_count(const int32_t* counter, int count
   __syncwarp();
 }
 
+// Raises a counter in device memory once what this thread, and those it has met at a barrier, wrote before is visible on the device.
+__device__ __forceinline__ void add_release(int32_t* counter, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
 // What this thread, and those it has met at a barrier, wrote before is visible on every GPU to who acquires the value.
 __device__ __forceinline__ void store_release_system(uint32_t* p, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");

@@ -226,6 +226,7 @@ template <typename T>
 inline T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
 template <typename T>
 inline T atomicCAS(T* p, T expected, T v) { T old = *p; if (old == expected) *p = v; return old; }
+inline void add_release(int32_t* counter, int32_t value) { *counter += value; }
 inline void store_release_system(uint32_t* p, uint32_t value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
 inline uint32_t load_acquire_system(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline int32_t load_relaxed(const int32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }

@@ -1,0 +1,2 @@
+#define FEW_STEP 2
+#include "moe_decode_few.cu"
