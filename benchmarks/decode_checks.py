@@ -76,7 +76,7 @@ def check_dense() -> str:
     worst = []
     weight, bias, inv_freq = randn(5120, 2880, std=0.02), randn(5120, std=0.1), torch.rand(32, device="cuda")
     o_weight, o_bias, head = randn(2880, 4096, std=0.02), randn(2880, std=0.1), randn(201088, 2880, std=0.02)
-    for batch in (1, 3, 8, 16, 33, 128):
+    for batch in (1, 3, 8, 16, 29, 32, 33, 128):
         x, slots = randn(batch, 2880), torch.randperm(256 * BLOCK_SIZE, device="cuda")[:batch].int()
         if batch > 2:
             slots[1] = -1

@@ -69,13 +69,14 @@ def using(experts: str = SERVED, *, attention: bool = False, dense: bool = False
         }
     if dense:
         names |= {"dense_decode": "dense_decode_next", "sampling": "sampling_next"}
-    load, chunk = cuda_library.load, attention_decode.CHUNK_TOKENS
+    load, chunk, qkv = cuda_library.load, attention_decode.CHUNK_TOKENS, decode_fused.MAX_QKV_TOKENS
+    decode_fused.MAX_QKV_TOKENS = 32 if dense else qkv
     cuda_library.load = lambda name: load(names.get(name, name))
     attention_decode.CHUNK_TOKENS = 256 if attention else chunk
     try:
         yield
     finally:
-        cuda_library.load, attention_decode.CHUNK_TOKENS = load, chunk
+        cuda_library.load, attention_decode.CHUNK_TOKENS, decode_fused.MAX_QKV_TOKENS = load, chunk, qkv
 
 
 def time_alone(model: str, config, weights, variants: list[str]) -> dict:
@@ -147,6 +148,12 @@ def time_dense(config, weights, report) -> None:
             with using(attention=is_next, dense=is_next):
                 for name, _, us, _ in chain(_dense_case(config, weights, batch, pool), _vocabulary_case(config, weights, batch)):
                     row[name + (" next" if is_next else "")] = round(us, 2)
+        if batch == 32:
+            with using(dense=True):
+                x, q = randn(batch, 2880), randn(batch, 64, 64)
+                slots, cos_sin = torch.randperm(16384, device="cuda")[:batch].int(), torch.rand(batch, 32, 2, device="cuda")
+                qkv = [partial(decode_fused.launch_qkv, x, layer.qkv, layer.qkv_bias, pool, slots, cos_sin, q) for layer in weights.layers]
+                row["qkv own next"] = round(graph_us(qkv), 2)
         report(row)
 
 

@@ -21,6 +21,7 @@ from kernels.reference import apply_rope_ref, rms_norm_ref, route_ref, write_kv_
 
 HEAD_DIM = 64
 MAX_STREAMED_TOKENS = 16  # above this the library's GEMM takes over
+MAX_QKV_TOKENS = 16
 
 
 def pack_qkv(weight: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def qkv_rope_write(x, weight, bias, kv_pool, slots, cos_sin, q, *, scratch) -> N
     """
     if not cuda_library.runs(x):
         _qkv_on_cpu(x, weight, bias, kv_pool, slots, cos_sin, q)
-    elif x.shape[0] <= MAX_STREAMED_TOKENS:
+    elif x.shape[0] <= MAX_QKV_TOKENS:
         launch_qkv(x, weight, bias, kv_pool, slots, cos_sin, q)
     else:
         torch.mm(x, weight.t(), out=scratch)

@@ -300,6 +300,15 @@ int launch_columns(const DenseArgs& a, const Epilogue& e, int columns, dim3 grid
 template <typename Epilogue>
 int launch_dense(const DenseArgs& a, const Epilogue& e, int columns, int blocks, void* stream) {
   const dim3 grid(blocks < 2 * a.tiles ? blocks : 2 * a.tiles);
+  if (a.tokens > 16) {
+    if (a.tokens > 32) return -1;
+    const dim3 single((blocks + 1) / 2);
+    if (columns == 2880) return launch_one<10, 9, 4, 3>(a, e, single, stream);
+#ifdef TANDEM_EMULATE
+    if (columns == 256) return launch_one<4, 2, 4, 3>(a, e, single, stream);
+#endif
+    return -1;
+  }
   if (a.tokens <= 8) return launch_columns<1>(a, e, columns, grid, stream);
   if (a.tokens <= 16) return launch_columns<2>(a, e, columns, grid, stream);
   return -1;
