@@ -21,7 +21,6 @@ from kernels.reference import apply_rope_ref, rms_norm_ref, route_ref, write_kv_
 
 HEAD_DIM = 64
 MAX_STREAMED_TOKENS = 16  # above this the library's GEMM takes over
-MAX_QKV_TOKENS = 16
 
 
 def pack_qkv(weight: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def qkv_rope_write(x, weight, bias, kv_pool, slots, cos_sin, q, *, scratch) -> N
     """
     if not cuda_library.runs(x):
         _qkv_on_cpu(x, weight, bias, kv_pool, slots, cos_sin, q)
-    elif x.shape[0] <= MAX_QKV_TOKENS:
+    elif x.shape[0] <= MAX_STREAMED_TOKENS:
         launch_qkv(x, weight, bias, kv_pool, slots, cos_sin, q)
     else:
         torch.mm(x, weight.t(), out=scratch)
@@ -151,12 +150,9 @@ def launch_rotate_write(qkv, bias, kv_pool, slots, cos_sin, q) -> None:
 def output_projection(x, weight, bias, residual, *, scratch) -> None:
     """residual += x W + b.
 
-    Shapes: x [B, H * D] bf16; weight [C, H * D], bias [C] bf16, None if the residual has it; residual, scratch [B, C] bf16
+    Shapes: x [B, H * D] bf16; weight [C, H * D], bias [C] bf16; residual [B, C] bf16; scratch [B, C] bf16
     Effects: writes residual; one kernel up to 16 tokens, else two; capturable
     """
-    if bias is None:
-        residual.addmm_(x, weight.t())
-        return
     if not cuda_library.runs(x):
         residual.copy_(residual.float() + x.float() @ weight.float().t() + bias.float())
     elif x.shape[0] <= MAX_STREAMED_TOKENS:
@@ -269,16 +265,13 @@ def launch_norm_route(
     )  # fmt: skip
 
 
-def embed_norm(token_ids, embedding, norm_weight, *, eps: float, residual, normed, next_bias=None) -> None:
-    """residual = embedding rows; normed = RMSNorm of it. Shapes: token_ids [B] int32; embedding [V, C], the others [B, C] / [C] bf16.
-
-    Units: next_bias as in `combine_norm`
-    """
+def embed_norm(token_ids, embedding, norm_weight, *, eps: float, residual, normed) -> None:
+    """residual = embedding rows; normed = RMSNorm of it. Shapes: token_ids [B] int32; embedding [V, C], the others [B, C] / [C] bf16."""
     if cuda_library.runs(residual):
-        launch_combine_norm(residual, norm_weight, normed, eps=eps, token_ids=token_ids, embedding=embedding, next_bias=next_bias)
+        launch_combine_norm(residual, norm_weight, normed, eps=eps, token_ids=token_ids, embedding=embedding)
         return
     residual.copy_(embedding[token_ids.long()])
-    _norm_on_cpu(residual, norm_weight, normed, eps, next_bias)
+    normed.copy_(rms_norm_ref(residual, norm_weight, eps))
 
 
 def combine_norm(
@@ -292,30 +285,22 @@ def combine_norm(
     first_expert: int,
     num_local_experts: int,
     normed,
-    next_bias=None,
 ) -> None:
     """residual += sum over the token's local experts of weight * output; normed = RMSNorm of the new residual.
 
     Shapes: pairs [B, k, C] bf16; expert_ids [B, k] int32; expert_weights [B, k] fp32; residual, normed [B, C] bf16; norm_weight [C] bf16
-    Shapes: next_bias [C] bf16 or None: of the output projection to come, into the residual after the norm
     Effects: one kernel; entries of experts that are not local, or -1, are not read
     """
     if cuda_library.runs(residual):
         launch_combine_norm(
             residual, norm_weight, normed, eps=eps, pairs=pairs, expert_ids=expert_ids, expert_weights=expert_weights,
-            first_expert=first_expert, num_local_experts=num_local_experts, next_bias=next_bias,
+            first_expert=first_expert, num_local_experts=num_local_experts,
         )  # fmt: skip
         return
     local = (expert_ids >= first_expert) & (expert_ids < first_expert + num_local_experts)
     terms = torch.where(local[..., None], pairs.float() * expert_weights[..., None], 0.0)
     residual.copy_(residual.float() + terms.sum(1))
-    _norm_on_cpu(residual, norm_weight, normed, eps, next_bias)
-
-
-def _norm_on_cpu(residual, norm_weight, normed, eps, next_bias) -> None:
     normed.copy_(rms_norm_ref(residual, norm_weight, eps))
-    if next_bias is not None:
-        residual += next_bias
 
 
 def launch_combine_norm(
@@ -331,13 +316,12 @@ def launch_combine_norm(
     expert_weights=None,
     first_expert=0,
     num_local_experts=0,
-    next_bias=None,
 ) -> None:
     """The launch behind `embed_norm` and `combine_norm`."""
     choices = 0 if expert_ids is None else expert_ids.shape[1]
     cuda_library.call(
         "decode_fused", "tandem_combine_norm", token_ids, embedding, pairs, expert_ids, expert_weights, residual, norm_weight, normed,
-        next_bias, *residual.shape, choices, first_expert, num_local_experts, float(eps),
+        *residual.shape, choices, first_expert, num_local_experts, float(eps),
     )  # fmt: skip
 
 

@@ -96,6 +96,37 @@ def unpack_mxfp4(packed: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
     return blocks, (scales.reshape(experts, tiles * UNIT_ROWS, groups).int() - 126).to(torch.uint8)
 
 
+@dataclass(frozen=True)
+class Form:
+    """An instance of the kernel. Units: group_tokens: tokens of an expert that a warp multiplies at a time; adders: warps of a block that
+    add the other warps' sums."""
+
+    group_tokens: int
+    adders: int
+
+
+FORMS = (Form(8, 1), Form(16, 1), Form(16, 2), Form(24, 1))
+
+
+def choose_form(pairs: int, experts: int) -> Form:
+    """The fastest form for `pairs` (token, expert) pairs over `experts` experts of all ranks. A result does not depend on it, bit for bit.
+
+    Measured on one H200, us a launch with one and with two adding warps, 20b (32 experts) and 120b (128 experts):
+
+        tokens      1            2            4            8              16             32             64             128
+        20b    23.1  23.5   35.0  35.9   56.6  57.0   82.1   81.5   112.6  110.5   139.9  135.0   171.6  163.7   231.5  278.9
+        120b   23.0  23.5      -     -   61.3  62.2  106.6  105.2   189.6  191.8   302.3  320.7   437.1  411.3   578.4  542.3
+
+    Two launches of one form differ by up to 7% at 120b with 32 and 64 tokens, by 0.2% at 20b. So the second adding warp is taken where it
+    won by more than that, from two pairs an expert on; with groups of 24 tokens, which pay from 16 pairs an expert on, it loses.
+    """
+    if pairs <= 32:  # more are not grouped without a barrier of the block
+        return FORMS[0]
+    if pairs < 2 * experts:
+        return FORMS[1]
+    return FORMS[2] if pairs < 16 * experts else FORMS[3]
+
+
 def _to_units(rows: Tensor, gate_up: bool) -> Tensor:
     """[R, ...] -> [R/32, 4, 8, ...]: which of the lane's four rows, and g, of each unit."""
     if gate_up:
@@ -139,15 +170,17 @@ def launch_experts(
     alpha: float,
     limit: float,
     blocks: int = 0,
+    form: Form | None = None,
 ) -> None:
     """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
+    form = form or choose_form(tokens * k, weights.all_experts or experts)
     cuda_library.call(
-        "moe_decode",
-        "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
+        "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
         out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
-        experts, weights.all_experts or experts, float(alpha), float(limit), blocks or cuda_library.multiprocessors(x.device.index or 0),
+        experts, float(alpha), float(limit), form.group_tokens, form.adders,
+        blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
 
 

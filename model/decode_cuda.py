@@ -251,7 +251,6 @@ class CudaDecode:
             raise ConfigError(f"decode on the GPU takes KV blocks of 16 tokens and heads of 64, got {tuple(kv.full.shape[-2:])}")
         self.config = config
         self.logits_override: Tensor | None = None
-        self.folds_bias = False
         self._weights = weights
         self._kv = kv
         self.block_size = kv.full.shape[-2]
@@ -304,24 +303,12 @@ class CudaDecode:
             cu_chunks=s.split.cu_chunks[: rows + 1],
         )
         layers = self._weights.layers
-        embed_norm(
-            self.token_ids[:rows],
-            self._weights.embed,
-            layers[0].attn_norm,
-            eps=eps,
-            residual=residual,
-            normed=normed,
-            **self._next_bias(0, rows),
-        )
+        embed_norm(self.token_ids[:rows], self._weights.embed, layers[0].attn_norm, eps=eps, residual=residual, normed=normed)
         for index, layer in enumerate(layers):
             self._attention(index, layer, rows)
             self._experts(index, layer, rows)
-            self._combine(index, layer, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
+            self._combine(layer, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
         self._pick_tokens(rows, all_greedy)
-
-    def _next_bias(self, index: int, rows: int) -> dict:
-        folds = self.folds_bias and rows > MAX_STREAMED_TOKENS and self._peers is None and index < len(self._weights.layers)
-        return {"next_bias": self._weights.layers[index].o_bias} if folds else {}
 
     def _attention(self, index: int, layer: DecodeLayer, rows: int) -> None:
         inputs, s = self.inputs, self._scratch
@@ -337,13 +324,7 @@ class CudaDecode:
         else:
             attention_full(q, pool, inputs.full_table[:rows], seq_lens, layer.sinks, out, s.split, sm_scale=scale)
         if self._peers is None:
-            output_projection(
-                out.flatten(1),
-                layer.o,
-                None if self._next_bias(index, rows) else layer.o_bias,
-                s.residual[:rows],
-                scratch=s.projected[:rows],
-            )
+            output_projection(out.flatten(1), layer.o, layer.o_bias, s.residual[:rows], scratch=s.projected[:rows])
         else:
             partial_projection(out.flatten(1), layer.o, s.projected[:rows])
             self._peers.sum_projection(s.projected[:rows], layer.o_bias, s.residual[:rows])
@@ -376,7 +357,7 @@ class CudaDecode:
             limit=config.swiglu_limit,
         )
 
-    def _combine(self, index: int, layer: DecodeLayer, norm_weight: Tensor, rows: int) -> None:
+    def _combine(self, layer: DecodeLayer, norm_weight: Tensor, rows: int) -> None:
         s, experts = self._scratch, layer.experts
         (combine_norm if self._peers is None else self._peers.sum_experts_norm)(
             s.pairs[:rows],
@@ -388,7 +369,6 @@ class CudaDecode:
             first_expert=experts.first_expert,
             num_local_experts=experts.gate_up.shape[0],
             normed=s.normed[:rows],
-            **self._next_bias(index + 1, rows),
         )
 
     def _pick_tokens(self, rows: int, all_greedy: bool) -> None:

@@ -32,12 +32,12 @@ __device__ __forceinline__ void load_keys(Keys& s, const AttentionArgs& a, int b
 // All KV blocks [first, last) of one sequence and KV head, shared out over the warps. `table` is the sequence's row.
 template <int WARPS>
 __device__ __forceinline__ void attend_blocks(State& s, const AttentionArgs& a, const int32_t* table, int head, const uint4 (&q)[2],
-                                              int first, int last, int kv_start, int low, int high) {
+                                              int first, int last, int kv_start, int low, int high, int ids) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   const float scale = a.sm_scale * kLog2e;
   constexpr int kSteps = kTableBlocks / WARPS;
   for (int base = first; base < last; base += kTableBlocks) {
-    const int ids = base + lane < last ? __ldg(table + base + lane) : 0;
+    if (base > first) ids = base + lane < last ? __ldg(table + base + lane) : 0;
     Keys keys[2];
     if (base + warp < last) load_keys(keys[0], a, __shfl_sync(0xFFFFFFFFu, ids, warp), head, g, c);
 #pragma unroll
@@ -100,22 +100,29 @@ __device__ __forceinline__ float merge_warps(const float* stats, const float* ac
 
 // grid (kv_heads, batch): all visible keys of one sequence and KV head.
 template <int WARPS>
-__global__ void __launch_bounds__(WARPS * 32, 3) attention_sliding(AttentionArgs a) {
+__global__ void __launch_bounds__(WARPS * 32, 4) attention_sliding(AttentionArgs a) {
   __shared__ float stats[WARPS * kGroup * 2];
   __shared__ __align__(16) float acc[WARPS * kGroup * kHeadDim];
   const int head = blockIdx.x, b = blockIdx.y;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  // Lengths and tables are older than the kernel ahead, and so are all keys but those of the newest block.
+  const int seq_len = __ldg(a.seq_lens + b), kv_start = __ldg(a.kv_start + b);
+  const int low = max(seq_len - a.window, kv_start), first = (low - kv_start) / kBlockSize;
+  const int last = seq_len > 0 ? (seq_len - kv_start + kBlockSize - 1) / kBlockSize : first;
+  const int32_t* table = a.block_table + static_cast<size_t>(b) * a.table_stride;
+  const int ids = first + lane < last ? __ldg(table + first + lane) : 0;
+  if (threadIdx.x < 32 && first + lane < last) {
+    const uint16_t* k = a.kv_pool + (static_cast<size_t>(ids) * 2 * a.kv_heads + head) * kBlockSize * kHeadDim;
+    prefetch_bulk(k, 2 * kBlockSize * kHeadDim);
+    prefetch_bulk(k + static_cast<size_t>(a.kv_heads) * kBlockSize * kHeadDim, 2 * kBlockSize * kHeadDim);
+  }
   wait_for_previous_kernel();
   start_next_kernel();
-  const int seq_len = __ldg(a.seq_lens + b), kv_start = __ldg(a.kv_start + b);
-  const int low = max(seq_len - a.window, kv_start);
   uint4 q[2];
   load_query(q, a, b, head, g, c);
   State s = {};
   s.top = -INFINITY;
-  if (seq_len > 0)
-    attend_blocks<WARPS>(s, a, a.block_table + static_cast<size_t>(b) * a.table_stride, head, q, (low - kv_start) / kBlockSize,
-                         (seq_len - kv_start + kBlockSize - 1) / kBlockSize, kv_start, low, seq_len);
+  if (seq_len > 0) attend_blocks<WARPS>(s, a, table, head, q, first, last, kv_start, low, seq_len, ids);
   store_state(s, stats, acc);
   __syncthreads();
   for (int i = threadIdx.x; i < a.group * kHeadDim; i += WARPS * 32) {

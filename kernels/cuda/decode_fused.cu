@@ -73,7 +73,6 @@ struct CombineArgs {
   uint16_t* residual;           // [tokens, columns] in and out
   const uint16_t* norm_weight;  // [columns]
   uint16_t* normed;             // [tokens, columns]
-  const uint16_t* next_bias;    // [columns] or null: goes into the stored residual alone
   int columns, choices, first_expert, experts;
   float eps;
 };
@@ -106,8 +105,7 @@ __global__ void __launch_bounds__(512) combine_norm(CombineArgs a) {
     }
     add(load_global_16(from), 1.0f);
     stored = make_uint4(bf16x2_pack(x[0], x[1]), bf16x2_pack(x[2], x[3]), bf16x2_pack(x[4], x[5]), bf16x2_pack(x[6], x[7]));
-    if (a.next_bias) add(__ldg(reinterpret_cast<const uint4*>(a.next_bias + at)), 1.0f);
-    *reinterpret_cast<uint4*>(row) = a.next_bias ? make_uint4(bf16x2_pack(x[0], x[1]), bf16x2_pack(x[2], x[3]), bf16x2_pack(x[4], x[5]), bf16x2_pack(x[6], x[7])) : stored;
+    *reinterpret_cast<uint4*>(row) = stored;
   }
   auto square = [](uint32_t v) { return bf16_low(v) * bf16_low(v) + bf16_high(v) * bf16_high(v); };
   float sum = warp_sum(square(stored.x) + square(stored.y) + square(stored.z) + square(stored.w));
@@ -132,23 +130,41 @@ struct RotateArgs {
   int q_heads, kv_heads, block_size;
 };
 
-// grid (tokens), one pair of dimensions (d, d + 32) a thread and turn.
+// Adds the bias to dimensions d and d + 1 (`top`) and d + 32 and d + 33, and turns them by cosine and sine of d, of d + 1.
+__device__ __forceinline__ void rotate_pair(uint32_t& top, uint32_t& bottom, uint32_t top_bias, uint32_t bottom_bias, const float4& turn,
+                                            bool is_rotated) {
+  const float x1[2] = {bf16_low(top) + bf16_low(top_bias), bf16_high(top) + bf16_high(top_bias)};
+  const float x2[2] = {bf16_low(bottom) + bf16_low(bottom_bias), bf16_high(bottom) + bf16_high(bottom_bias)};
+  if (is_rotated) {
+    top = bf16x2_pack(x1[0] * turn.x - x2[0] * turn.y, x1[1] * turn.z - x2[1] * turn.w);
+    bottom = bf16x2_pack(x2[0] * turn.x + x1[0] * turn.y, x2[1] * turn.z + x1[1] * turn.w);
+  } else {
+    top = bf16x2_pack(x1[0], x1[1]);
+    bottom = bf16x2_pack(x2[0], x2[1]);
+  }
+}
+
+// grid (tokens), dimensions d .. d + 7 and d + 32 .. d + 39 of a head a thread.
 __global__ void __launch_bounds__(512) rotate_write(RotateArgs a) {
-  const int token = blockIdx.x, pairs = (a.q_heads + 2 * a.kv_heads) * 32;
+  const int token = blockIdx.x, pieces = (a.q_heads + 2 * a.kv_heads) * 4;
   wait_for_previous_kernel();
   start_next_kernel();
   const int slot = __ldg(a.slots + token);
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const int head = i / 32, d = i % 32, column = head * 64 + d / 8 * 16 + d % 8;
-    const uint16_t* from = a.qkv + static_cast<size_t>(token) * pairs * 2 + column;
-    float top = bf16_to_float(__ldcg(from)) + bf16_to_float(__ldg(a.bias + column));
-    float bottom = bf16_to_float(__ldcg(from + 8)) + bf16_to_float(__ldg(a.bias + column + 8));
-    if (head < a.q_heads + a.kv_heads) {
-      const float cosine = __ldcg(a.cos_sin + (token * 32 + d) * 2), sine = __ldcg(a.cos_sin + (token * 32 + d) * 2 + 1);
-      const float x1 = top, x2 = bottom;
-      top = x1 * cosine - x2 * sine;
-      bottom = x2 * cosine + x1 * sine;
-    }
+  for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+    const int head = i / 4, d = i % 4 * 8;
+    const uint16_t* from = a.qkv + static_cast<size_t>(token) * pieces * 16 + i * 16;
+    const uint16_t* bias = a.bias + i * 16;
+    uint4 top = load_global_16(from), bottom = load_global_16(from + 8);
+    const uint4 top_bias = __ldg(reinterpret_cast<const uint4*>(bias)), bottom_bias = __ldg(reinterpret_cast<const uint4*>(bias + 8));
+    const bool is_rotated = head < a.q_heads + a.kv_heads;
+    float4 turn[4] = {};
+    if (is_rotated)
+#pragma unroll
+      for (int j = 0; j < 4; j++) turn[j] = __ldcg(reinterpret_cast<const float4*>(a.cos_sin + (token * 32 + d) * 2) + j);
+    rotate_pair(top.x, bottom.x, top_bias.x, bottom_bias.x, turn[0], is_rotated);
+    rotate_pair(top.y, bottom.y, top_bias.y, bottom_bias.y, turn[1], is_rotated);
+    rotate_pair(top.z, bottom.z, top_bias.z, bottom_bias.z, turn[2], is_rotated);
+    rotate_pair(top.w, bottom.w, top_bias.w, bottom_bias.w, turn[3], is_rotated);
     uint16_t* to;
     if (head < a.q_heads) {
       to = a.q + (static_cast<size_t>(token) * a.q_heads + head) * 64;
@@ -158,8 +174,8 @@ __global__ void __launch_bounds__(512) rotate_write(RotateArgs a) {
       const size_t block = slot / a.block_size;
       to = a.kv_pool + (((block * 2 + value) * a.kv_heads + kv - value * a.kv_heads) * a.block_size + slot % a.block_size) * 64;
     }
-    to[d] = bf16_from_float(top);
-    to[d + 32] = bf16_from_float(bottom);
+    *reinterpret_cast<uint4*>(to + d) = top;
+    *reinterpret_cast<uint4*>(to + d + 32) = bottom;
   }
 }
 
@@ -196,14 +212,13 @@ extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, co
 }
 
 extern "C" int tandem_combine_norm(const void* token_ids, const void* embedding, const void* pairs, const void* expert_ids,
-                                   const void* expert_weights, void* residual, const void* norm_weight, void* normed, const void* next_bias, int tokens,
+                                   const void* expert_weights, void* residual, const void* norm_weight, void* normed, int tokens,
                                    int columns, int choices, int first_expert, int experts, float eps, void* stream) {
   if (columns % 8 || columns > 4096) return -1;
   const CombineArgs a = {static_cast<const int32_t*>(token_ids), static_cast<const uint16_t*>(embedding),
                          static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
                          static_cast<const float*>(expert_weights), static_cast<uint16_t*>(residual),
-                         static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed),
-                         static_cast<const uint16_t*>(next_bias), columns, choices, first_expert, experts,
+                         static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed), columns, choices, first_expert, experts,
                          eps};
   return launch(combine_norm, dim3(tokens), row_threads(columns), 0, stream, a);
 }
@@ -213,7 +228,8 @@ extern "C" int tandem_rotate_write(const void* qkv, const void* bias, void* q, v
   const RotateArgs a = {static_cast<const uint16_t*>(qkv), static_cast<const uint16_t*>(bias), static_cast<uint16_t*>(q),
                         static_cast<uint16_t*>(kv_pool), static_cast<const int32_t*>(slots), static_cast<const float*>(cos_sin), q_heads,
                         kv_heads, block_size};
-  return launch(rotate_write, dim3(tokens), 512, 0, stream, a);
+  const int threads = ((q_heads + 2 * kv_heads) * 4 + 31) / 32 * 32;
+  return launch(rotate_write, dim3(tokens), threads < 512 ? threads : 512, 0, stream, a);
 }
 
 extern "C" int tandem_add_bias_residual(const void* x, const void* bias, void* residual, int tokens, int columns, void* stream) {

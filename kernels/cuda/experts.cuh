@@ -1,16 +1,7 @@
-// What the expert kernels of a decode step share: their arguments, the (expert, tokens) groups that every block makes for itself, a block's
+// Parts of the expert products of a decode step: the arguments, the (expert, tokens) groups that every block makes for itself, a block's
 // share of the tiles, the 4-bit decoder and what follows a sum. Layout of the weights: `kernels/moe_decode.py`.
 #pragma once
 #include "primitives.cuh"
-
-#ifdef TANDEM_STAMPS
-__device__ long long stamps[256][16];
-#define STAMP(i) \
-  if (threadIdx.x % 32 == 0) stamps[blockIdx.x][i] = clock64()
-extern "C" int tandem_stamps(void* to) { return static_cast<int>(cudaMemcpyFromSymbol(to, stamps, sizeof(stamps))); }
-#else
-#define STAMP(i)
-#endif
 
 namespace {
 

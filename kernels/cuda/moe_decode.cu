@@ -1,12 +1,12 @@
 // MXFP4 expert products for few tokens, both in one persistent launch. Weights are the 16-row operand and stream from memory once; tokens
 // are the 8-column operand and stay in registers. Each warp owns a slice of the columns; a block walks a contiguous range of (expert, 32
-// rows) of the first product, then of the second, and its last warp adds the others' sums in a fixed order, so that a token's result does
-// not depend on the other tokens. The weights of the second product are asked for while the first one ends. Layout: `kernels/moe_decode.py`.
+// rows) of the first product, then of the second, and its last one or two warps add the others' sums in a fixed order, so that a token's
+// result does not depend on the other tokens. The weights of the second product are asked for while the first one ends. Layout: `kernels/moe_decode.py`.
 #include "experts.cuh"
 
 namespace {
 
-constexpr int kSums = 2;  // partial sums of two items in flight between the warps and the one that adds them
+constexpr int kSums = 2;  // partial sums of two items in flight between the warps and those that add them
 constexpr uint32_t kRaise = 0x71807180u;          // tokens times 2^100, so that products stay normal; a group's scale has the 2^126
 constexpr float kLower = 7.888609052210118e-31f;  // 2^-100
 
@@ -54,10 +54,10 @@ struct WeightStream {
   }
 };
 
-// Partial sums on their way from the column warps to the adding warp.
+// Partial sums on their way from the column warps to the adding warps.
 struct Sums {
   uint64_t* done;   // [kSums], one arrival a column warp
-  uint64_t* free;   // [kSums], one arrival of the adding warp
+  uint64_t* free;   // [kSums], one arrival an adding warp
   float4* values;   // [kSums][warps][2][NT_MAX][32]
 };
 
@@ -125,59 +125,59 @@ __device__ __forceinline__ void multiply_group(const Product& p, const Groups& s
   }
 }
 
-// Rows g and g + 8 of both halves of a tile, for the epilogue: gate and up of column 8 t + g, or columns 16 t + g and + 8.
+// Rows g and g + 8 of one half of a tile, for the epilogue: gate and up of column 8 t + g, or columns 16 t + g and + 8.
 struct Biases {
-  float top[2], bottom[2];
+  float top, bottom;
 };
 template <bool GATE_UP>
-__device__ __forceinline__ Biases load_biases(const Product& p, int expert, int tile, int g) {
-  Biases bias;
-#pragma unroll
-  for (int mt = 0; mt < 2; mt++) {
-    const uint16_t* at = p.bias + (static_cast<size_t>(expert) * p.tiles + tile) * 32 + mt * 16 + (GATE_UP ? 2 * g : g);
-    bias.top[mt] = bf16_to_float(__ldg(at));
-    bias.bottom[mt] = bf16_to_float(__ldg(at + (GATE_UP ? 1 : 8)));
-  }
-  return bias;
+__device__ __forceinline__ Biases load_biases(const Product& p, int expert, int tile, int g, int mt) {
+  const uint16_t* at = p.bias + (static_cast<size_t>(expert) * p.tiles + tile) * 32 + mt * 16 + (GATE_UP ? 2 * g : g);
+  return {bf16_to_float(__ldg(at)), bf16_to_float(__ldg(at + (GATE_UP ? 1 : 8)))};
 }
 
-// The adding warp's walk over the block's share of one product.
-template <int WARPS, int NT_MAX, bool GATE_UP>
-__device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, const Sums& sums, int& item, Share share) {
+// An adding warp's walk over the block's share of one product: both halves of each tile, or its own where there are two such warps.
+template <int WARPS, int NT_MAX, int ADDERS, bool GATE_UP>
+__device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, const Sums& sums, int& item, Share share, int adder) {
+  constexpr int kHalves = 2 / ADDERS;
   const Product& p = a.product[GATE_UP ? 0 : 1];
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   int group = share.first / p.tiles, tile = share.first % p.tiles;
-  Biases next = {};
-  if (share.first < share.last) next = load_biases<GATE_UP>(p, s.expert[group], tile, g);
+  Biases bias[kHalves], next[kHalves] = {};
+  auto load_next = [&] {
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) next[h] = load_biases<GATE_UP>(p, s.expert[group], tile, g, adder + h);
+  };
+  if (share.first < share.last) load_next();
   for (int at = share.first; at < share.last; at++, item++) {
-    const Biases bias = next;
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) bias[h] = next[h];
     const int count = s.count[group], this_tile = tile, slot = item % kSums;
     const int16_t* order = s.order + s.begin[group];
     if (++tile == p.tiles) tile = 0, group++;
-    if (at + 1 < share.last) next = load_biases<GATE_UP>(p, s.expert[group], tile, g);
+    if (at + 1 < share.last) load_next();
     barrier_wait(sums.done + slot, item / kSums & 1);
     const float4* from = sums.values + slot * WARPS * 2 * NT_MAX * 32 + lane;
 #pragma unroll
     for (int nt = 0; nt < NT_MAX; nt++) {
       if (nt * 8 >= count) break;
-      float4 sum[2] = {};
+      float4 sum[kHalves] = {};
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
 #pragma unroll
-        for (int mt = 0; mt < 2; mt++) {
-          const float4 v = from[((w * 2 + mt) * NT_MAX + nt) * 32];
-          sum[mt].x += v.x, sum[mt].y += v.y, sum[mt].z += v.z, sum[mt].w += v.w;
+        for (int h = 0; h < kHalves; h++) {
+          const float4 v = from[((w * 2 + adder + h) * NT_MAX + nt) * 32];
+          sum[h].x += v.x, sum[h].y += v.y, sum[h].z += v.z, sum[h].w += v.w;
         }
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int n = nt * 8 + 2 * c + half;
+      for (int second = 0; second < 2; second++) {
+        const int n = nt * 8 + 2 * c + second;
         if (n >= count) continue;
         uint16_t* row = p.out + static_cast<size_t>(order[n]) * p.out_columns;
 #pragma unroll
-        for (int mt = 0; mt < 2; mt++)
-          finish<GATE_UP>(a, row, GATE_UP ? this_tile * 16 + mt * 8 + g : this_tile * 32 + mt * 16 + g,
-                          (half ? sum[mt].y : sum[mt].x) * kLower + bias.top[mt],
-                          (half ? sum[mt].w : sum[mt].z) * kLower + bias.bottom[mt]);
+        for (int h = 0; h < kHalves; h++)
+          finish<GATE_UP>(a, row, GATE_UP ? this_tile * 16 + (adder + h) * 8 + g : this_tile * 32 + (adder + h) * 16 + g,
+                          (second ? sum[h].y : sum[h].x) * kLower + bias[h].top,
+                          (second ? sum[h].w : sum[h].z) * kLower + bias[h].bottom);
       }
     }
     __syncwarp();
@@ -185,33 +185,42 @@ __device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, cons
   }
 }
 
-template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES>
-__global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ADDERS>
+__global__ void __launch_bounds__((WARPS + ADDERS) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
   DYNAMIC_SHARED(shared);
   using Stream = WeightStream<WARPS, UNITS, STEP, STAGES>;
-  constexpr int kBarriers = WARPS * STAGES + 2 * kSums;
+  constexpr int kBarriers = WARPS * STAGES + 2 * kSums + 1;
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   unsigned char* rings = shared + (kBarriers * 8 + 127) / 128 * 128;
   const Sums sums = {full + WARPS * STAGES, full + WARPS * STAGES + kSums, reinterpret_cast<float4*>(rings + WARPS * STAGES * Stream::kBytes)};
   Groups& groups = *reinterpret_cast<Groups*>(sums.values + kSums * WARPS * 2 * NT_MAX * 32);
+  uint64_t* ready = sums.free + kSums;  // all blocks have finished the first product
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   for (int i = threadIdx.x; i < kBarriers; i += blockDim.x)
-    barrier_init(full + i, i >= WARPS * STAGES && i < WARPS * STAGES + kSums ? WARPS : 1);
+    barrier_init(full + i, i < WARPS * STAGES ? 1 : i < WARPS * STAGES + kSums ? WARPS : ADDERS);
   barrier_init_fence();
+  __syncthreads();
   wait_for_previous_kernel();
-  build_groups<NT_MAX * 8>(groups, a);
+  if constexpr (NT_MAX == 1) {
+    build_few_groups<NT_MAX * 8>(groups, a);
+  } else {
+    build_groups<NT_MAX * 8>(groups, a);
+  }
   start_next_kernel();
 
-  int item = 0;
-  if (warp == WARPS) {
+  int item = 0, gone = 0;
+  if (warp >= WARPS) {
     if (a.first_phase == 0) {
-      add_sums<WARPS, NT_MAX, true>(a, groups, sums, item, share_of(a, groups, 0));
-      __threadfence();
+      add_sums<WARPS, NT_MAX, ADDERS, true>(a, groups, sums, item, share_of(a, groups, 0), warp - WARPS);
       __syncwarp();
-      if (lane == 0) atomicAdd(a.arrived, 1);
+      if (lane == 0) add_release(a.arrived, 1);
+      if (a.last_phase == 1) wait_for_count(a.arrived, ADDERS * gridDim.x);  // not by all warps: many would hold up the atomics
+      if (lane == 0) barrier_arrive(ready);
     }
-    if (a.last_phase == 1) add_sums<WARPS, NT_MAX, false>(a, groups, sums, item, share_of(a, groups, 1));
+    if (a.last_phase == 1 && lane == 0) gone = atomicAdd(a.arrived + 1, 1);
+    if (a.last_phase == 1) add_sums<WARPS, NT_MAX, ADDERS, false>(a, groups, sums, item, share_of(a, groups, 1), warp - WARPS);
+    if (lane == 0 && a.last_phase == 1 && gone == static_cast<int>(ADDERS * gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
   } else {
     Stream stream = {rings + warp * STAGES * Stream::kBytes, full + warp * STAGES, &a, &groups, 0, 0, 0, 0, 0, 0, 0, 0};
     stream.open(0);
@@ -220,7 +229,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
     for (int phase = a.first_phase; phase <= a.last_phase; phase++) {
       const Product& p = a.product[phase];
       const Share share = share_of(a, groups, phase);
-      if (phase > a.first_phase) wait_for_count(a.arrived, gridDim.x);
+      if (phase > a.first_phase) barrier_wait(ready, 0);
       for (int at = share.first; at < share.last;) {
         const int group = at / p.tiles, tiles = min(p.tiles - at % p.tiles, share.last - at), count = groups.count[group];
         if (NT_MAX == 1 || count <= 8)
@@ -233,30 +242,29 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1) moe_experts(const __grid_
       }
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0 && a.first_phase == 0 && atomicAdd(a.arrived + 1, 1) == static_cast<int>(gridDim.x) - 1) a.arrived[0] = a.arrived[1] = 0;
 }
 
-template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES>
+template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ADDERS>
 int launch_moe(MoeArgs a, int blocks, void* stream) {
-  constexpr int kShared = ((WARPS * STAGES + 2 * kSums) * 8 + 127) / 128 * 128 + WARPS * STAGES * STEP * kUnitBytes +
+  constexpr int kShared = ((WARPS * STAGES + 2 * kSums + 1) * 8 + 127) / 128 * 128 + WARPS * STAGES * STEP * kUnitBytes +
                           kSums * WARPS * 2 * NT_MAX * 512 + static_cast<int>(sizeof(Groups));
   static_assert(kShared <= 227 * 1024, "more shared memory than a block may have");
 #ifdef TANDEM_EMULATE  // blocks run one after the other there: no block can wait for the others' first products
   a.last_phase = 0;
-  launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
+  launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ADDERS>, dim3(blocks), (WARPS + ADDERS) * 32, kShared, stream, a);
   a.first_phase = a.last_phase = 1;
 #endif
-  return launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES>, dim3(blocks), (WARPS + 1) * 32, kShared, stream, a);
+  return launch(moe_experts<WARPS, UNITS, STEP, NT_MAX, STAGES, ADDERS>, dim3(blocks), (WARPS + ADDERS) * 32, kShared, stream, a);
 }
 
-// Groups of 8, 16 or 24 tokens. 24 pay only where many experts have more than 16: they took 4% less time than groups of 16 with 16 tokens
-// an expert on average, 9% more with 8.
+// Which form suits which step is `choose_form`'s in `kernels/moe_decode.py`.
 template <int WARPS, int UNITS>
-int launch_by_tokens(const MoeArgs& a, int tokens, int all_experts, int blocks, void* stream) {
-  if (tokens <= 8) return launch_moe<WARPS, UNITS, UNITS, 1, 3>(a, blocks, stream);
-  if (a.pairs < 16 * all_experts) return launch_moe<WARPS, UNITS, UNITS, 2, 3>(a, blocks, stream);
-  return launch_moe<WARPS, UNITS, UNITS / 2, 3, 3>(a, blocks, stream);
+int launch_form(const MoeArgs& a, int group_tokens, int adders, int blocks, void* stream) {
+  if (group_tokens == 8 && adders == 1 && a.pairs <= 32) return launch_moe<WARPS, UNITS, UNITS, 1, 3, 1>(a, blocks, stream);
+  if (group_tokens == 16 && adders == 1) return launch_moe<WARPS, UNITS, UNITS, 2, 3, 1>(a, blocks, stream);
+  if (group_tokens == 16 && adders == 2) return launch_moe<WARPS, UNITS, UNITS, 2, 3, 2>(a, blocks, stream);
+  if (group_tokens == 24 && adders == 1) return launch_moe<WARPS, UNITS, UNITS / 2, 3, 3, 1>(a, blocks, stream);
+  return -1;
 }
 
 }  // namespace
@@ -264,8 +272,8 @@ int launch_by_tokens(const MoeArgs& a, int tokens, int all_experts, int blocks, 
 // Returns a CUDA error code, or -1 for a shape that has no instance. `blocks` must all be resident at once.
 extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
                                   const void* expert_ids, void* hidden, void* out, void* arrived, int tokens, int choices, int columns,
-                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, int all_experts, float alpha,
-                                  float limit, int blocks, void* stream) {
+                                  int gate_up_tiles, int down_tiles, int first_expert, int experts, float alpha, float limit,
+                                  int group_tokens, int adders, int blocks, void* stream) {
   const Product first = {static_cast<const uint16_t*>(x), static_cast<const uint8_t*>(gate_up), static_cast<const uint16_t*>(gate_up_bias),
                          static_cast<uint16_t*>(hidden), gate_up_tiles, choices, gate_up_tiles * 16};
   const Product second = {static_cast<const uint16_t*>(hidden), static_cast<const uint8_t*>(down), static_cast<const uint16_t*>(down_bias),
@@ -273,10 +281,10 @@ extern "C" int tandem_moe_experts(const void* x, const void* gate_up, const void
   const MoeArgs a = {{first, second}, static_cast<const int32_t*>(expert_ids), static_cast<int32_t*>(arrived), tokens * choices,
                      first_expert, experts, 0, 1, alpha, limit};
   if (a.pairs > kMaxPairs || experts > kMaxExperts || gate_up_tiles * 16 != columns) return -1;
-  if (columns == 2880) return launch_by_tokens<15, 6>(a, tokens, all_experts, blocks, stream);
-  if (columns == 256) return launch_by_tokens<4, 2>(a, tokens, all_experts, blocks, stream);  // the tiny model
+  if (columns == 2880) return launch_form<15, 6>(a, group_tokens, adders, blocks, stream);
+  if (columns == 256) return launch_form<4, 2>(a, group_tokens, adders, blocks, stream);  // the tiny model
 #ifdef TANDEM_EMULATE
-  if (columns == 192) return launch_by_tokens<3, 2>(a, tokens, all_experts, blocks, stream);
+  if (columns == 192) return launch_form<3, 2>(a, group_tokens, adders, blocks, stream);
 #endif
   return -1;
 }

@@ -81,15 +81,6 @@ __device__ __forceinline__ void prefetch_bulk(const void* global, int bytes) {
 __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-#ifdef TANDEM_SPINS_END
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done, late;\n.reg .u32 n;\nmov.u32 n, 0;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\n"
-      "add.u32 n, n, 1;\nsetp.gt.u32 late, n, 2097152;\n@late trap;\nbra WAIT;\nDONE:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-#else
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(
@@ -97,7 +88,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
-#endif
 
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -106,14 +96,8 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 // Waits until other blocks have raised a counter in device memory to `count`; what they wrote before is then visible to the warp.
 __device__ __forceinline__ void wait_for_count(const int32_t* counter, int count) {
   int seen;
-#ifdef TANDEM_SPINS_END
-  uint32_t tries = 0;
-#endif
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-#ifdef TANDEM_SPINS_END
-    if (tries++ > 1u << 22) __trap();
-#endif
   } while (seen < count);
   __syncwarp();
 }

@@ -19,7 +19,7 @@ struct SampleArgs {
   float* best;                   // [rows, parts] scratch of the greedy pass
   int32_t* best_id;              // [rows, parts]
   int32_t* arrived;              // [rows], zero before and after
-  int vocab;
+  int vocab, stride;             // of best and best_id
 };
 
 __device__ __forceinline__ uint32_t philox(unsigned long long seed, uint32_t position, uint32_t token) {
@@ -86,18 +86,24 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   const int quads = a.vocab / 4, first = static_cast<int>(static_cast<long long>(quads) * blockIdx.x / parts);
   const int last = static_cast<int>(static_cast<long long>(quads) * (blockIdx.x + 1) / parts);
   Best mine = {-INFINITY, kNotFinite};
-#pragma unroll 4
-  for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
-    const uint4 v = load_global_16(logits + 4 * i);
-    mine = better(mine, candidate(__uint_as_float(v.x), 4 * i));
-    mine = better(mine, candidate(__uint_as_float(v.y), 4 * i + 1));
-    mine = better(mine, candidate(__uint_as_float(v.z), 4 * i + 2));
-    mine = better(mine, candidate(__uint_as_float(v.w), 4 * i + 3));
+  constexpr int kTogether = 4;  // loads on their way at a time; what lies past the end repeats the last
+  for (int base = first + threadIdx.x; base < last; base += kTogether * blockDim.x) {
+    uint4 v[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) v[j] = load_global_16(logits + 4 * min(base + j * static_cast<int>(blockDim.x), last - 1));
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      const int id = 4 * min(base + j * static_cast<int>(blockDim.x), last - 1);
+      mine = better(mine, candidate(__uint_as_float(v[j].x), id));
+      mine = better(mine, candidate(__uint_as_float(v[j].y), id + 1));
+      mine = better(mine, candidate(__uint_as_float(v[j].z), id + 2));
+      mine = better(mine, candidate(__uint_as_float(v[j].w), id + 3));
+    }
   }
   mine = block_best(mine, values, ids);
   if (threadIdx.x == 0) {
-    a.best[row * parts + blockIdx.x] = mine.value;
-    a.best_id[row * parts + blockIdx.x] = mine.id;
+    a.best[row * a.stride + blockIdx.x] = mine.value;
+    a.best_id[row * a.stride + blockIdx.x] = mine.id;
     __threadfence();
     is_last = atomicAdd(a.arrived + row, 1) == parts - 1;
     if (is_last) a.arrived[row] = 0;
@@ -106,11 +112,11 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   if (!is_last) return;
   __threadfence();
   mine = {-INFINITY, kNotFinite};
-  for (int i = threadIdx.x; i < parts; i += blockDim.x) mine = better(mine, {__ldcg(a.best + row * parts + i), __ldcg(a.best_id + row * parts + i)});
+  for (int i = threadIdx.x; i < parts; i += blockDim.x) mine = better(mine, {__ldcg(a.best + row * a.stride + i), __ldcg(a.best_id + row * a.stride + i)});
   mine = block_best(mine, values, ids);
   if (threadIdx.x == 0) {
     a.tokens[row] = mine.id < 0 ? kBadLogits : mine.id;
-    a.best[row * parts] = mine.value;
+    a.best[row * a.stride] = mine.value;
   }
 }
 
@@ -153,7 +159,7 @@ __device__ uint32_t select_key(const float* logits, int vocab, uint32_t floor_ke
 }
 
 // grid (rows): filters (top-k, then top-p of what it left, then min-p), then the largest perturbed logit. Equal logits share a fate.
-__global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a, int parts) {
+__global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a) {
   __shared__ float values[32];
   __shared__ int ids[32];
   __shared__ unsigned long long bins[kBins];
@@ -165,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a, int parts) 
   const float temperature = __ldg(a.temperature + row);
   if (__ldg(a.seq_lens + row) == 0 || temperature <= 0.0f || __ldcg(a.tokens + row) == kBadLogits) return;
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
-  const float inverse = 1.0f / temperature, top = __ldcg(a.best + row * parts);
+  const float inverse = 1.0f / temperature, top = __ldcg(a.best + row * a.stride);
   const float min_p = __ldg(a.min_p + row), top_p = __ldg(a.top_p + row);
   const int top_k = __ldg(a.top_k + row);
   uint32_t floor_key = 0;
@@ -198,8 +204,9 @@ extern "C" int tandem_sample(const void* logits, const void* temperature, const 
   const SampleArgs a = {static_cast<const float*>(logits), static_cast<const float*>(temperature), static_cast<const int32_t*>(top_k),
                         static_cast<const float*>(top_p), static_cast<const float*>(min_p), static_cast<const long long*>(seed),
                         static_cast<const int32_t*>(seq_lens), static_cast<int32_t*>(tokens), static_cast<float*>(best),
-                        static_cast<int32_t*>(best_id), static_cast<int32_t*>(arrived), vocab};
+                        static_cast<int32_t*>(best_id), static_cast<int32_t*>(arrived), vocab, parts};
+  if (rows >= 16 && parts > 16) parts = 16;  // there are blocks enough: fewer that do more each
   const int status = launch(greedy, dim3(parts, rows), 256, 0, stream, a);
   if (status != 0 || all_greedy) return status;
-  return launch(sample_row, dim3(rows), kThreads, 0, stream, a, parts);
+  return launch(sample_row, dim3(rows), kThreads, 0, stream, a);
 }

@@ -331,34 +331,3 @@ int launch(void (*kernel)(Formal...), dim3 grid, int threads, int shared_bytes, 
   emulation::run(grid, threads, shared_bytes, [&] { kernel(static_cast<Formal>(args)...); });
   return 0;
 }
-
-// Products of a warpgroup: a warp's rows depend on no other warp's registers, so each warp does its own, at once.
-inline uint64_t wgmma_tokens(const void* shared, int along_columns, int along_tokens) {
-  const size_t at = static_cast<const unsigned char*>(shared) - emulation::dynamic_shared();
-  if (at % 16 || at >= 256 * 1024 || along_columns % 16 || along_tokens % 16) abort();
-  return at >> 4 | static_cast<uint64_t>(along_columns >> 4) << 16 | static_cast<uint64_t>(along_tokens >> 4) << 32;
-}
-inline void wgmma_fence_shared() {}
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int PENDING>
-inline void wgmma_wait() {}
-template <int NT>
-inline void wgmma_bf16(float (&d)[NT][4], const uint32_t (&a)[4], uint64_t tokens) {
-  emulation::LaneInput in = {{a[0], a[1], a[2], a[3], 0, 0, 0, 0}};
-  const auto* all = emulation::exchange(in);
-  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const unsigned char* start = emulation::dynamic_shared() + ((tokens & 0x3FFF) << 4);
-  const size_t along_columns = (tokens >> 16 & 0x3FFF) << 4, along_tokens = (tokens >> 32 & 0x3FFF) << 4;
-  for (int nt = 0; nt < NT; nt++)
-    for (int i = 0; i < 4; i++) {
-      float sum = d[nt][i];
-      for (int k = 0; k < 16; k++) {
-        const uint32_t w = all[4 * g + k % 8 / 2].words[2 * (k / 8) + (i >= 2 ? 1 : 0)];
-        uint16_t x;
-        memcpy(&x, start + k / 8 * along_columns + nt * along_tokens + (2 * c + (i & 1)) * 16 + k % 8 * 2, 2);
-        sum += emulated_float((w >> (16 * (k & 1))) & 0xFFFF) * emulated_float(x);
-      }
-      d[nt][i] = sum;
-    }
-}

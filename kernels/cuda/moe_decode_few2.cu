@@ -1,2 +1,0 @@
-#define FEW_STEP 2
-#include "moe_decode_few.cu"

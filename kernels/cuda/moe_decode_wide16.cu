@@ -1,2 +1,0 @@
-#define WIDE_QUADS 2
-#include "moe_decode_wide.cu"
