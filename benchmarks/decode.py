@@ -123,7 +123,7 @@ def time_model(report: Report, name: str, cases: list[tuple[int, int]], steps: i
     config = gpt_oss_config(name)
     weights = random_weights(config)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    batches = (1, 8, 32, 64) if name == "120b" else (1, 8, 32, 64, 128)
+    batches = (1, 2, 4, 8, 16, 32, 64, 128)
 
     report.section(f"experts {name}", lambda: print_rows(report, f"{name} experts", expert_rows(config, weights, batches)))
     for rows, context in cases:

@@ -293,17 +293,22 @@ int launch_one(const DenseArgs& a, const Epilogue& e, dim3 grid, void* stream) {
 // Columns are warps x units x 32. 2880: hidden; 4096 / 2048 / 1024 / 512: heads of one, two, four, eight ranks; 256: the tiny model.
 template <int NT, int ROWS, typename Epilogue>
 int launch_columns(const DenseArgs& a, const Epilogue& e, int columns, dim3 grid, void* stream) {
-  switch (columns) {
+  if constexpr (std::is_same<Epilogue, ResidualEpilogue>::value) {
+    switch (columns) {
 #ifdef TANDEM_EMULATE
-    case 256: return launch_one<4, 2, NT, 2, ROWS>(a, e, grid, stream);
-    case 512: return launch_one<4, 4, NT, 2, ROWS>(a, e, grid, stream);
+      case 512: return launch_one<4, 4, NT, 2, ROWS>(a, e, grid, stream);
 #else
+      case 4096: return launch_one<16, 8, NT, 4, ROWS>(a, e, grid, stream);
+      case 2048: return launch_one<16, 4, NT, 4, ROWS>(a, e, grid, stream);
+      case 1024: return launch_one<8, 4, NT, 4, ROWS>(a, e, grid, stream);
+      case 512: return launch_one<8, 2, NT, 2, ROWS>(a, e, grid, stream);
+#endif
+    }
+  }
+  switch (columns) {
     case 256: return launch_one<4, 2, NT, 2, ROWS>(a, e, grid, stream);
+#ifndef TANDEM_EMULATE
     case 2880: return launch_one<10, 9, NT, 9, ROWS>(a, e, grid, stream);
-    case 4096: return launch_one<16, 8, NT, 4, ROWS>(a, e, grid, stream);
-    case 2048: return launch_one<16, 4, NT, 4, ROWS>(a, e, grid, stream);
-    case 1024: return launch_one<8, 4, NT, 4, ROWS>(a, e, grid, stream);
-    case 512: return launch_one<8, 2, NT, 2, ROWS>(a, e, grid, stream);
 #endif
     default: return -1;
   }

@@ -185,8 +185,9 @@ __device__ __forceinline__ void add_sums(const MoeArgs& a, const Groups& s, cons
   }
 }
 
+// For few tokens the compiler is told of more warps than there are: its registers then leave room for the next kernel's first blocks.
 template <int WARPS, int UNITS, int STEP, int NT_MAX, int STAGES, int ADDERS>
-__global__ void __launch_bounds__((WARPS + ADDERS) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
+__global__ void __launch_bounds__((WARPS + ADDERS + (NT_MAX == 1 ? 4 : 0)) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
   DYNAMIC_SHARED(shared);
   using Stream = WeightStream<WARPS, UNITS, STEP, STAGES>;
   constexpr int kBarriers = WARPS * STAGES + 2 * kSums + 1;

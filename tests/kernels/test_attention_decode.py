@@ -78,6 +78,22 @@ def test_sliding_matches_reference(emulated, lens, kv_heads, group):  # noqa: F8
     assert_close(run_sliding(*case), reference(*case, WINDOW))
 
 
+def test_sliding_rows_do_not_depend_on_the_batch(emulated):  # noqa: F811
+    lens = [126, 127, 128, 129, 130, 1, 300]
+    q, pool, table, starts, seq_lens, sink = inputs(8, lens, 2, 8, sliding_starts(lens))
+    whole = run_sliding(q, pool, table, starts, seq_lens, sink)
+    for rows in (slice(0, 1), slice(2, 3), slice(1, 5)):
+        assert torch.equal(run_sliding(q[rows], pool, table[rows], starts[rows], seq_lens[rows], sink), whole[rows])
+
+
+def test_sliding_window_of_more_blocks_than_lanes(emulated):  # noqa: F811
+    """A window of 600 tokens is 38 blocks: the warp asks for ids of the table twice."""
+    lens = [700, 599]
+    q, pool, table, starts, seq_lens, sink = inputs(9, lens, 1, 8, [(n - 600) // S * S if n > 600 else 0 for n in lens])
+    out = attention_sliding(q, pool, table, starts, seq_lens, sink, torch.full_like(q, float("nan")), window=600, sm_scale=SCALE)
+    assert_close(out, reference(q, pool, table, starts, seq_lens, sink, 600))
+
+
 def test_sliding_sees_the_window_and_no_key_more(emulated):  # noqa: F811
     """Key L - 129 has no weight, key L - 128 has; both are planted so that they would win."""
     length = 300

@@ -10,7 +10,7 @@ from kernels.reference import apply_rope_ref, rms_norm_ref, rope_cos_sin_ref, ro
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
 C, D, S = 256, 64, 16
-BATCHES = (1, 2, 3, 7, 8, 16)
+BATCHES = (1, 2, 3, 7, 8, 16, 33, 128)  # above 16 the library's product and a small kernel after it
 
 
 def randn(generator, *shape):
@@ -40,11 +40,11 @@ def qkv_case(tokens, heads=4, kv_heads=2):
     x, weight, bias = randn(generator, tokens, C), randn(generator, rows, C) / 16, randn(generator, rows)
     inv_freq, concentration = yarn_inv_freq_ref(D, 150000.0, 32.0, 4096, 32.0, 1.0)
     cos, sin = rope_cos_sin_ref(torch.randint(0, 9000, (tokens,), generator=generator), inv_freq, concentration)
-    slots = torch.randperm(6 * S, generator=generator)[:tokens].int()
+    slots = torch.randperm(9 * S, generator=generator)[:tokens].int()
     if tokens > 2:
         slots[1] = -1
     parts = (x.float() @ weight.float().t() + bias.float()).view(tokens, -1, D).split((heads, kv_heads, kv_heads), dim=1)
-    pool = torch.full((6, 2, kv_heads, S, D), float("nan"))
+    pool = torch.full((9, 2, kv_heads, S, D), float("nan"))
     write_kv_ref(apply_rope_ref(parts[1], cos, sin), parts[2], pool, slots.long())
     return x, weight, bias, slots, torch.stack((cos, sin), -1), apply_rope_ref(parts[0], cos, sin), pool
 
@@ -53,14 +53,16 @@ def qkv_case(tokens, heads=4, kv_heads=2):
 def test_qkv_rope_write_matches_reference(emulated, tokens):  # noqa: F811
     x, weight, bias, slots, cos_sin, want_q, want_pool = qkv_case(tokens)
     q, pool = nans(*want_q.shape), torch.full(want_pool.shape, float("nan"), dtype=torch.bfloat16)
-    fused.qkv_rope_write(x, fused.pack_qkv(weight), fused.pack_qkv(bias), pool, slots, cos_sin, q, scratch=None)
+    scratch = nans(tokens, weight.shape[0])
+    fused.qkv_rope_write(x, fused.pack_qkv(weight), fused.pack_qkv(bias), pool, slots, cos_sin, q, scratch=scratch)
     assert_close(q, want_q)
     assert torch.equal(pool.isnan(), want_pool.isnan())
     assert_close(pool.nan_to_num(), want_pool.nan_to_num())
 
 
-def test_rotate_write_matches_reference(emulated):  # noqa: F811
-    x, weight, bias, slots, cos_sin, want_q, want_pool = qkv_case(7)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (7, 3, 1), (2, 160, 10)])  # the last: more pieces than threads
+def test_rotate_write_matches_reference(emulated, tokens, heads, kv_heads):  # noqa: F811
+    x, weight, bias, slots, cos_sin, want_q, want_pool = qkv_case(tokens, heads, kv_heads)
     q, pool = nans(*want_q.shape), torch.full(want_pool.shape, float("nan"), dtype=torch.bfloat16)
     product = (x.float() @ fused.pack_qkv(weight).float().t()).bfloat16()
     fused.launch_rotate_write(product, fused.pack_qkv(bias), pool, slots, cos_sin, q)
@@ -77,7 +79,7 @@ def test_projection_matches_reference(emulated, tokens):  # noqa: F811
     want = residual.float() + x.float() @ weight.float().t() + bias.float()
     other = residual.clone()
     fused.launch_add_bias_residual((x.float() @ weight.float().t()).bfloat16(), bias, other)
-    fused.output_projection(x, weight, bias, residual, scratch=None)
+    fused.output_projection(x, weight, bias, residual, scratch=nans(tokens, C))
     assert_close(residual, want)
     assert_close(other, want, 2e-2)
 
@@ -88,7 +90,7 @@ def test_dense_rows_do_not_depend_on_the_batch(emulated):  # noqa: F811
     whole = nans(16, 1024)
     fused.launch_projection(x, weight, bias, None, whole)
     assert_close(whole, x.float() @ weight.float().t() + bias.float())
-    for first, last in ((0, 1), (3, 10)):
+    for first, last in ((0, 1), (3, 10), (2, 16)):  # up to eight tokens in items of eight rows, above in items of 16
         part = nans(last - first, 1024)
         fused.launch_projection(x[first:last].contiguous(), weight, bias, None, part)
         assert torch.equal(part, whole[first:last])
@@ -108,7 +110,7 @@ def route(x, norm_weight, weight, bias, slots, override=None):
     return out
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 33, 128])
 @pytest.mark.parametrize("experts", [32, 128])
 def test_norm_route_matches_reference(emulated, tokens, experts):  # noqa: F811
     generator = torch.Generator().manual_seed(tokens)
@@ -134,10 +136,26 @@ def test_route_ties_go_to_the_lower_id_and_nan_last(emulated):  # noqa: F811
     override = torch.zeros(3, 32)
     override[1, 31], override[1, 0] = 5.0, float("nan")
     override[2] = float("nan")
+    override[0, :4] = -0.0  # equal to 0
     out = route(*args, override)
     assert out["expert_ids"].tolist() == [[0, 1, 2, 3], [31, 1, 2, 3], [0, 1, 2, 3]]
     assert torch.allclose(out["expert_weights"][0], torch.full((4,), 0.25))
     assert out["expert_weights"][2].isnan().all()
+
+
+def test_route_orders_logits_of_any_size_and_sign(emulated):  # noqa: F811
+    generator = torch.Generator().manual_seed(6)
+    args = randn(generator, 9, C), randn(generator, C), randn(generator, 128, C), randn(generator, 128)
+    override = torch.randn(9, 128, generator=generator) * torch.tensor([1e-40, 1e-3, 1, 30, 1e4, 1e20, 1, 1, 1])[:, None]
+    override[6] = -override[6].abs()
+    override[7, 100:] = float("-inf")
+    override[8, 3:] = float("-inf")  # a choice among nothing but minus infinity
+    ids, weights = route_ref(override, 4)
+    out = route(*args, torch.arange(9, dtype=torch.int32), override)
+    assert torch.equal(out["expert_ids"][:8], ids[:8].int())
+    assert torch.equal(out["expert_ids"][8, :3], ids[8, :3].int())
+    assert out["expert_ids"][8, 3] == 3
+    assert torch.allclose(out["expert_weights"], weights, atol=1e-6)
 
 
 def test_combine_norm_matches_reference(emulated):  # noqa: F811

@@ -45,6 +45,26 @@ def test_greedy_takes_the_largest_and_the_lower_id_of_equals(emulated):  # noqa:
     assert run(logits, make_rows(3), positions(3), all_greedy=True).tolist() == [int(logits[0].argmax()), 37, int(logits[2].argmax())]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 15, 16, 33, 128])
+def test_greedy_of_any_number_of_rows(emulated, count):  # noqa: F811
+    """From 16 rows on a row has fewer parts; the largest logit may lie anywhere, the last word of a part included."""
+    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(count))
+    winners = torch.arange(count) * 63 % VOCAB
+    logits[torch.arange(count), winners] = 50.0
+    logits[count // 2, 7] = float("nan")
+    want = [BAD_LOGITS if b == count // 2 else w for b, w in enumerate(winners.tolist())]
+    assert run(logits, make_rows(count), positions(count), all_greedy=True).tolist() == want
+
+
+def test_greedy_over_parts_of_several_turns(emulated):  # noqa: F811
+    """16 parts of 1,258 quads: a thread loads four at a time and comes round twice, the last time past the end."""
+    vocab = 4 * 16 * 1258
+    logits = torch.randn(16, vocab, generator=torch.Generator().manual_seed(5))
+    winners = torch.tensor([0, vocab - 1, 4 * 1257 + 3, 4 * 1258, 4 * 1024, 4 * 1023 + 3, *range(9001, 9011)])
+    logits[torch.arange(16), winners] = 50.0
+    assert run(logits, make_rows(16), positions(16), all_greedy=True).tolist() == winners.tolist()
+
+
 def test_rows_that_are_not_finite_fail_alone(emulated):  # noqa: F811
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
     logits[1, 1000], logits[2, 3] = float("nan"), float("-inf")
