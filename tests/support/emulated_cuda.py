@@ -25,7 +25,7 @@ def load_emulated(name: str) -> ctypes.CDLL:
         pytest.skip("the emulation of CUDA kernels needs g++")
     source = cuda_library.SOURCES / f"{name}.cu"
     digest = hashlib.sha256()
-    for path in (HEADERS / "emulation.h", *sorted(cuda_library.SOURCES.glob("*.cuh")), source):
+    for path in (*sorted(HEADERS.glob("*.h")), *sorted(cuda_library.SOURCES.glob("*.cuh")), source):
         digest.update(path.read_bytes())
     folder = Path(tempfile.gettempdir()) / "tandem-emulated"
     folder.mkdir(exist_ok=True)
