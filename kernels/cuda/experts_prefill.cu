@@ -10,7 +10,9 @@
 namespace {
 
 constexpr int STAGES = 4, QUEUE = 4;
+constexpr int CLUSTER = 2;  // blocks that share their weight rows and have a part of the expert's tokens each
 constexpr int MAX_EXPERTS = 256, MAX_WIDTH = 152;
+constexpr int LATE = 32;  // experts whose last row block comes at the very end
 constexpr int FACTORS = 40;  // of a thread's tokens, at most; a multiple of 4
 constexpr int WARPGROUPS = 2, ROWS = 128;  // of a warpgroup
 constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
@@ -22,7 +24,7 @@ constexpr long long PATIENCE_NS = 2000000000;
 // Tokens of a tile that there is code for.
 constexpr int WIDTHS[] = {16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152};
 constexpr int NUM_WIDTHS = sizeof(WIDTHS) / sizeof(WIDTHS[0]);
-__device__ __forceinline__ int width_index(int tokens) { return tokens <= 64 ? (tokens + 15) / 16 - 1 : (tokens + 7) / 8 - 5; }
+__device__ __forceinline__ int width_index(int tokens) { return tokens <= 64 ? max((tokens + 15) / 16 - 1, 0) : (tokens + 7) / 8 - 5; }
 __device__ __forceinline__ int width_of(int index) { return index < 4 ? 16 * (index + 1) : 8 * (index + 5); }
 
 struct Plan {
@@ -33,7 +35,7 @@ struct Plan {
   const int32_t* ends;             // [experts], one past each expert's last row
   void* out;                       // gate/up: [buffer rows, out_columns] FP8; down: bf16
   float* out_scales;               // gate/up: [out_columns / 128, out_scale_stride]
-  int32_t* counters;               // [tiles handed out, blocks that are done], zero before and after
+  int32_t* counters;               // [groups of tiles handed out, clusters that are done], zero before and after
   int experts, alignment, buffer_rows, rows, blocks, scale_stride;
   int out_columns, out_scale_stride;
   int intermediate, bias_columns;  // gate/up
@@ -42,7 +44,7 @@ struct Plan {
 
 struct Tile {
   int expert, row_block;    // of 256 weight rows
-  int token, count, width;  // first row of the buffer, tokens, index into WIDTHS; -1: no more tiles
+  int token, count, width;  // first row of the buffer, tokens, index into WIDTHS
 };
 
 struct Shared {
@@ -51,9 +53,10 @@ struct Shared {
   alignas(16) float factors[STAGES][WARPGROUPS][4 * FACTORS];  // what a sum is multiplied by after this stage
   uint32_t maxima[WARPGROUPS][4][MAX_WIDTH / 2];  // of a warp's rows, two tokens' bf16 each
   float inverse[WARPGROUPS][MAX_WIDTH];
-  uint64_t full[STAGES], empty[STAGES], tile_full[QUEUE], tile_empty[QUEUE];
-  Tile queue[QUEUE];
-  int first_tile[MAX_EXPERTS + 1], first_token[MAX_EXPERTS], count[MAX_EXPERTS];
+  uint64_t full[STAGES], empty[STAGES], group_full[QUEUE], group_empty[QUEUE];
+  int queue[QUEUE];  // numbers of groups of tiles
+  int first_group[MAX_EXPERTS + LATE + 1];  // of an entry of the list
+  int first_token[MAX_EXPERTS], count[MAX_EXPERTS];
   volatile int is_lost;  // a consumer has waited too long
 };
 
@@ -79,10 +82,23 @@ __device__ __forceinline__ void wait_or_give_up(Shared& s, uint64_t* barrier, ui
     if (time_ns() - start > PATIENCE_NS) s.is_lost = 1;
 }
 
-__device__ __forceinline__ int tiles_of(int count) { return (count + MAX_WIDTH - 1) / MAX_WIDTH; }
+// Groups of tiles that the blocks of a cluster take together.
+__device__ __forceinline__ int groups_of(int count) { return (count + CLUSTER * MAX_WIDTH - 1) / (CLUSTER * MAX_WIDTH); }
 
-// Fills the table of experts; tiles of one expert follow each other, those with the same weights side by side.
-__device__ __forceinline__ void list_experts(Shared& s, const Plan& plan, int row_blocks) {
+// The order of work: entry e is expert e with its row blocks, groups with the same weights side by side. The last row block, which is smaller,
+// of the last experts has entries of its own at the end, where it evens out what the clusters have done.
+struct Entry {
+  int expert, first_row_block, row_blocks;
+  __device__ __forceinline__ Entry(int entry, int experts, int all_row_blocks) {
+    const int late = min(LATE, experts), is_late = entry >= experts;
+    expert = is_late ? entry - late : entry;
+    first_row_block = is_late ? all_row_blocks - 1 : 0;
+    row_blocks = is_late ? 1 : expert >= experts - late ? all_row_blocks - 1 : all_row_blocks;
+  }
+};
+__device__ __forceinline__ int entries(int experts) { return experts + min(LATE, experts); }
+
+__device__ __forceinline__ void list_work(Shared& s, const Plan& plan, int row_blocks) {
   for (int e = threadIdx.x; e < plan.experts; e += THREADS) {
     const int before = e > 0 ? plan.ends[e - 1] : 0;
     const int first = (before + plan.alignment - 1) / plan.alignment * plan.alignment;
@@ -91,11 +107,15 @@ __device__ __forceinline__ void list_experts(Shared& s, const Plan& plan, int ro
   }
   __syncthreads();
   if (threadIdx.x < 32) {
-    constexpr int EACH = MAX_EXPERTS / 32;
-    int sum = 0;
+    constexpr int EACH = (MAX_EXPERTS + LATE) / 32;
+    const int count = entries(plan.experts);
+    int groups[EACH], sum = 0;
+#pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int e = threadIdx.x * EACH + i;
-      if (e < plan.experts) sum += tiles_of(s.count[e]) * row_blocks;
+      const int number = threadIdx.x * EACH + i;
+      const Entry entry(number, plan.experts, row_blocks);
+      groups[i] = number < count ? groups_of(s.count[entry.expert]) * entry.row_blocks : 0;
+      sum += groups[i];
     }
     int end = sum;
     for (int step = 1; step < 32; step <<= 1) {
@@ -103,30 +123,42 @@ __device__ __forceinline__ void list_experts(Shared& s, const Plan& plan, int ro
       if (threadIdx.x >= step) end += other;
     }
     int first = end - sum;
+#pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int e = threadIdx.x * EACH + i;
-      if (e >= plan.experts) break;
-      s.first_tile[e] = first;
-      first += tiles_of(s.count[e]) * row_blocks;
-      if (e == plan.experts - 1) s.first_tile[plan.experts] = first;
+      const int number = threadIdx.x * EACH + i;
+      if (number <= count) s.first_group[number] = first;
+      first += groups[i];
     }
+    if (threadIdx.x == 31 && count == 32 * EACH) s.first_group[count] = first;
   }
   __syncthreads();
 }
 
-__device__ __forceinline__ Tile tile_at(const Shared& s, int number, int experts) {
-  if (number >= s.first_tile[experts]) return {0, 0, 0, 0, -1};
-  int low = 0, high = experts;  // first_tile[low] <= number < first_tile[high]
+// This block's tile of a group.
+__device__ __forceinline__ bool tile_at(const Shared& s, const Plan& plan, int number, int row_blocks, Tile& tile) {
+  int low = 0, high = entries(plan.experts);  // first_group[low] <= number < first_group[high]
+  if (number >= s.first_group[high]) return false;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (s.first_tile[middle] <= number) low = middle;
+    if (s.first_group[middle] <= number) low = middle;
     else high = middle;
   }
-  const int inside = number - s.first_tile[low], tiles = tiles_of(s.count[low]);
-  const int row_block = inside / tiles, part = inside % tiles;
-  const int eights = (s.count[low] + 7) / 8, each = eights / tiles, more = eights % tiles;
+  const Entry entry(low, plan.experts, row_blocks);
+  const int inside = number - s.first_group[low], count = s.count[entry.expert], groups = groups_of(count), tiles = groups * CLUSTER;
+  const int part = inside % groups * CLUSTER + (CLUSTER > 1 ? static_cast<int>(blockIdx.x % CLUSTER) : 0);
+  const int eights = (count + 7) / 8, each = eights / tiles, more = eights % tiles;
   const int begin = 8 * (part * each + min(part, more)), end = begin + 8 * (each + (part < more ? 1 : 0));
-  return {low, row_block, s.first_token[low] + begin, min(end, s.count[low]) - begin, width_index(end - begin)};
+  tile = {entry.expert, entry.first_row_block + inside / groups, s.first_token[entry.expert] + begin, min(end, count) - begin,
+          width_index(end - begin)};
+  return true;
+}
+
+// One block of a cluster hands out groups of tiles, whoever is early takes more; all roles of both blocks read the same numbers in turn.
+__device__ __forceinline__ void hand_out(Shared& s, const Place<QUEUE>& place, int number) {
+  wait_or_end(s, &s.group_empty[place.slot()], place.parity() ^ 1);
+  barrier_expect(&s.group_full[place.slot()], sizeof(int));
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; rank++) send(&s.queue[place.slot()], number, &s.group_full[place.slot()], rank);
 }
 
 // What the two products differ in: which rows a warpgroup has, and in how many passes over the columns.
@@ -147,17 +179,21 @@ struct Shape {
 template <bool IS_GATE_UP>
 __device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
   using Shape = Shape<IS_GATE_UP>;
+  const int row_blocks = Shape::row_blocks(plan), rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
   Place<STAGES> stage;
   Place<QUEUE> place;
-  int number = blockIdx.x;
-  while (true) {
-    const Tile tile = tile_at(s, number, plan.experts);
-    wait_or_end(s, &s.tile_empty[place.slot()], place.parity() ^ 1);
-    s.queue[place.slot()] = tile;
-    barrier_arrive(&s.tile_full[place.slot()]);
-    place.turn++;
-    if (tile.width < 0) break;
-    number = gridDim.x + atomicAdd(plan.counters, 1);
+  int number = blockIdx.x / CLUSTER;
+  for (Tile tile;; place.turn++) {
+    if (rank == 0) {
+      hand_out(s, place, number);
+    } else {
+      barrier_expect(&s.group_full[place.slot()], sizeof(int));
+      wait_or_end(s, &s.group_full[place.slot()], place.parity());
+      number = s.queue[place.slot()];
+      barrier_arrive_at(&s.group_empty[place.slot()], 0);
+    }
+    if (!tile_at(s, plan, number, row_blocks, tile)) break;
+    if (rank == 0) number = clusters + atomicAdd(plan.counters, 1);
     const int width = width_of(tile.width);
     for (int pass = 0; pass < Shape::PASSES; pass++) {
       int parts = 0;
@@ -167,14 +203,18 @@ __device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
         wait_or_end(s, &s.empty[stage.slot()], stage.parity() ^ 1);
         uint64_t* full = &s.full[stage.slot()];
         barrier_expect(full, parts * ROWS * 128 + width * 128);
-        for (int part = 0; part < parts; part++)
-          copy_box(s.weights[stage.slot()] + part * ROWS * 128, plan.weights, 128 * k, Shape::row(tile, part, pass), tile.expert, full);
+        for (int part = 0; part < parts; part++) {
+          unsigned char* to = s.weights[stage.slot()] + part * ROWS * 128;
+          const int row = Shape::row(tile, part, pass);
+          if constexpr (CLUSTER == 1) copy_box(to, plan.weights, 128 * k, row, tile.expert, full);
+          else if (part % CLUSTER == rank) copy_box_to_both(to, plan.weights, 128 * k, row, tile.expert, full);
+        }
         copy_box(s.tokens[stage.slot()], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
         stage.turn++;
       }
     }
   }
-  if (atomicAdd(plan.counters + 1, 1) + 1 < static_cast<int>(gridDim.x)) return;
+  if (rank > 0 || atomicAdd(plan.counters + 1, 1) + 1 < clusters) return;
   plan.counters[0] = 0;  // for the next launch
   plan.counters[1] = 0;
 }
@@ -194,13 +234,12 @@ __device__ __forceinline__ void make_factors(Shared& s, const Plan& plan, int wa
   const int row_blocks = (plan.rows + ROWS - 1) / ROWS;
   Place<STAGES> stage;
   Place<QUEUE> place;
-  while (true) {
-    wait_or_end(s, &s.tile_full[place.slot()], place.parity());
-    const Tile tile = s.queue[place.slot()];
+  for (Tile tile;; place.turn++) {
+    wait_or_end(s, &s.group_full[place.slot()], place.parity());
+    const int number = s.queue[place.slot()];
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.tile_empty[place.slot()]);
-    place.turn++;
-    if (tile.width < 0) return;
+    if (lane == 0) barrier_arrive_at(&s.group_empty[place.slot()], 0);
+    if (!tile_at(s, plan, number, Shape::row_blocks(plan), tile)) return;
     const int mine = warp * 32 + lane, width = width_of(tile.width);
     for (int pass = 0; pass < Shape::PASSES; pass++) {
       if (Shape::row(tile, 0, pass) >= plan.rows) break;
@@ -324,7 +363,11 @@ __device__ __forceinline__ void multiply(Shared& s, Place<STAGES>& stage, float 
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&s.empty[slot]);
+    if constexpr (CLUSTER == 1) {
+      if (lane == 0) barrier_arrive(&s.empty[slot]);
+    } else if (lane < CLUSTER) {
+      barrier_arrive_at(&s.empty[slot], lane);  // both blocks' copies write here
+    }
     stage.turn++;
   }
 }
@@ -451,48 +494,51 @@ template <bool IS_GATE_UP>
 __device__ __forceinline__ void compute(Shared& s, const Plan& plan) {
   Place<STAGES> stage;
   Place<QUEUE> place;
-  while (true) {
-    wait_or_give_up(s, &s.tile_full[place.slot()], place.parity());
-    const Tile tile = s.queue[place.slot()];
+  for (Tile tile;; place.turn++) {
+    wait_or_give_up(s, &s.group_full[place.slot()], place.parity());
+    const int number = s.queue[place.slot()];
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&s.tile_empty[place.slot()]);
-    place.turn++;
-    if (tile.width < 0 || s.is_lost) return;
+    if (threadIdx.x % 32 == 0) barrier_arrive_at(&s.group_empty[place.slot()], 0);
+    if (s.is_lost || !tile_at(s, plan, number, Shape<IS_GATE_UP>::row_blocks(plan), tile)) return;
     compute_tile<IS_GATE_UP, 0>(s, plan, stage, tile);
   }
 }
 
 template <bool IS_GATE_UP>
-__global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Plan plan) {
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Plan plan) {
   DYNAMIC_SHARED(memory);
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(&s.full[i], 1 + SCALE_WARPS);
-      barrier_init(&s.empty[i], CONSUMER_WARPS);
+      barrier_init(&s.empty[i], CONSUMER_WARPS * CLUSTER);
     }
     for (int i = 0; i < QUEUE; i++) {
-      barrier_init(&s.tile_full[i], 1);
-      barrier_init(&s.tile_empty[i], SCALE_WARPS + CONSUMER_WARPS);
+      barrier_init(&s.group_full[i], 1);
+      barrier_init(&s.group_empty[i], CLUSTER * (SCALE_WARPS + CONSUMER_WARPS + 1) - 1);
     }
     barrier_init_fence();
     s.is_lost = 0;
   }
-  list_experts(s, plan, Shape<IS_GATE_UP>::row_blocks(plan));
+  list_work(s, plan, Shape<IS_GATE_UP>::row_blocks(plan));
+  if constexpr (CLUSTER > 1) cluster_meet();
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp > 0) make_factors<IS_GATE_UP>(s, plan, warp - 1, lane);
     else if (lane == 0) fetch<IS_GATE_UP>(s, plan);
+    if constexpr (CLUSTER > 1) cluster_meet();  // no block ends while another writes to it
   } else {
     take_registers<CONSUMER_REGISTERS>();
     compute<IS_GATE_UP>(s, plan);
+    if constexpr (CLUSTER > 1) cluster_meet();
   }
 }
 
 // Returns: 0, a CUDA error, or -1 where there is no instance for the shape.
 template <bool IS_GATE_UP>
-int start(Plan& plan, const void* q, const void* weights, int grid, void* stream) {
+int start(Plan& plan, const void* q, const void* weights, int multiprocessors, void* stream) {
+  const int grid = multiprocessors / CLUSTER * CLUSTER;
   if (plan.experts > MAX_EXPERTS || plan.blocks < 1) return -1;
   if (plan.buffer_rows == 0 || plan.rows == 0) return 0;
   int error = describe_rows(&plan.weights, weights, 128 * plan.blocks, plan.rows, plan.experts, ROWS);
@@ -501,7 +547,7 @@ int start(Plan& plan, const void* q, const void* weights, int grid, void* stream
   if (error != 0) return error;
   constexpr int shared_bytes = sizeof(Shared);
 #ifdef TANDEM_EMULATE
-  emulation::run(dim3(grid), THREADS, shared_bytes, [&] { experts_kernel<IS_GATE_UP>(plan); });
+  emulation::run(dim3(grid), THREADS, shared_bytes, [&] { experts_kernel<IS_GATE_UP>(plan); }, CLUSTER);
   return 0;
 #else
   static_assert(shared_bytes <= 227 * 1024, "more shared memory than a block may have");
@@ -517,16 +563,16 @@ int start(Plan& plan, const void* q, const void* weights, int grid, void* stream
 extern "C" int experts_gate_up(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
                                void* out, float* out_scales, int32_t* counters, int buffer_rows, int scale_stride, int experts, int alignment,
                                int rows, int blocks, int out_columns, int out_scale_stride, int intermediate, int bias_columns, float alpha,
-                               float limit, int grid, void* stream) {
+                               float limit, int multiprocessors, void* stream) {
   Plan plan = {{}, {}, scales, weight_scales, ends, out, out_scales, counters, experts, alignment, buffer_rows, rows, blocks, scale_stride,
                out_columns, out_scale_stride, intermediate, bias_columns, alpha, limit};
-  return start<true>(plan, q, weights, grid, stream);
+  return start<true>(plan, q, weights, multiprocessors, stream);
 }
 
 extern "C" int experts_down(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
                             void* out, int32_t* counters, int buffer_rows, int scale_stride, int experts, int alignment, int rows, int blocks,
-                            int out_columns, int grid, void* stream) {
+                            int out_columns, int multiprocessors, void* stream) {
   Plan plan = {{}, {}, scales, weight_scales, ends, out, nullptr, counters, experts, alignment, buffer_rows, rows, blocks, scale_stride,
                out_columns, 0, 0, 0, 0.0f, 0.0f};
-  return start<false>(plan, q, weights, grid, stream);
+  return start<false>(plan, q, weights, multiprocessors, stream);
 }

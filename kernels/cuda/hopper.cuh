@@ -19,6 +19,38 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, i
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
+// The same into both blocks of a cluster of two, at the same place, each telling its own barrier.
+__device__ __forceinline__ void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(
+          shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of the cluster that have not ended meet.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Arrives at the barrier in the same place of a block of the cluster: what this thread has read there may be overwritten.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(
+                   shared_address(barrier)),
+               "r"(rank)
+               : "memory");
+}
+// Writes a number to the same place of a block of the cluster; its 4 bytes count towards that block's barrier, as those of a copy do.
+__device__ __forceinline__ void send(int* shared, int value, uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, there;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 there, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [to], %1, [there];\n}" ::"r"(shared_address(shared)),
+      "r"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }

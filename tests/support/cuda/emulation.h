@@ -21,6 +21,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __restrict__
 #define __shared__ static thread_local
 #define __align__(n) __attribute__((aligned(n)))
@@ -49,14 +50,18 @@ struct Warp {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  unsigned thread;
+  unsigned thread, rank;  // within its block, of its block within the cluster
   bool done;
 };
+struct Gate {
+  int live = 0, at_barrier = 0;
+  uint64_t generation = 0;
+};
+// The blocks of one cluster, mostly one: those take turns fiber by fiber.
 struct Block {
   std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  int live = 0, at_barrier = 0;
-  uint64_t barrier_generation = 0;
+  std::vector<Warp> warps;  // 32 a block
+  std::vector<Gate> gates;
   ucontext_t scheduler;
   Fiber* current = nullptr;
   std::function<void()> body;
@@ -65,21 +70,22 @@ inline Block*& block() { static thread_local Block* b = nullptr; return b; }
 inline dim3& grid_dim() { static thread_local dim3 d; return d; }
 inline dim3& block_dim() { static thread_local dim3 d; return d; }
 inline dim3& block_index() { static thread_local dim3 d; return d; }
-inline std::vector<unsigned char>& shared_bytes() { static thread_local std::vector<unsigned char> v; return v; }
-inline unsigned char* dynamic_shared() {
-  auto p = reinterpret_cast<uintptr_t>(shared_bytes().data());
+inline std::vector<std::vector<unsigned char>>& shared_bytes() { static thread_local std::vector<std::vector<unsigned char>> v; return v; }
+inline unsigned char* dynamic_shared(unsigned rank) {
+  auto p = reinterpret_cast<uintptr_t>(shared_bytes()[rank].data());
   return reinterpret_cast<unsigned char*>((p + 1023) / 1024 * 1024);
 }
+inline unsigned char* dynamic_shared() { return dynamic_shared(block()->current->rank); }
 inline void yield() { swapcontext(&block()->current->context, &block()->scheduler); }
 inline void fiber_main() {
   block()->body();
   block()->current->done = true;
-  block()->live--;
+  block()->gates[block()->current->rank].live--;
   swapcontext(&block()->current->context, &block()->scheduler);
 }
 inline const LaneInput* exchange(const LaneInput& input) {
   Block* b = block();
-  Warp& warp = b->warps[b->current->thread / 32];
+  Warp& warp = b->warps[b->current->rank * 32 + b->current->thread / 32];
   const uint64_t generation = warp.generation;
   warp.slots[generation & 1][b->current->thread % 32] = input;
   if (++warp.arrived == 32) {
@@ -90,26 +96,27 @@ inline const LaneInput* exchange(const LaneInput& input) {
   }
   return warp.slots[generation & 1];
 }
-inline void run(dim3 grid, int threads, int shared, const std::function<void()>& body) {
+inline void run(dim3 grid, int threads, int shared, const std::function<void()>& body, unsigned cluster = 1) {
+  const int all = threads * cluster;
   Block b;
   b.body = body;
-  b.fibers.resize(threads);
+  b.fibers.resize(all);
   for (auto& fiber : b.fibers) fiber.stack.reset(new char[256 * 1024]);
   block() = &b;
   grid_dim() = grid;
   block_dim() = dim3(threads);
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
-        block_index() = dim3(x, y, z);
-        shared_bytes().assign(shared + 1024, 0xFF);
-        b.warps.assign((threads + 31) / 32, Warp());
-        b.live = threads;
-        b.at_barrier = 0;
-        for (int t = 0; t < threads; t++) {
+      for (unsigned x = 0; x < grid.x; x += cluster) {
+        shared_bytes().assign(cluster, std::vector<unsigned char>(shared + 1024, 0xFF));
+        b.warps.assign(32 * cluster, Warp());
+        b.gates.assign(cluster, Gate());
+        for (int t = 0; t < all; t++) {
           Fiber& fiber = b.fibers[t];
-          fiber.thread = t;
+          fiber.thread = t % threads;
+          fiber.rank = t / threads;
           fiber.done = false;
+          b.gates[fiber.rank].live++;
           getcontext(&fiber.context);
           fiber.context.uc_stack.ss_sp = fiber.stack.get();
           fiber.context.uc_stack.ss_size = 256 * 1024;
@@ -117,13 +124,17 @@ inline void run(dim3 grid, int threads, int shared, const std::function<void()>&
           makecontext(&fiber.context, reinterpret_cast<void (*)()>(fiber_main), 0);
         }
         const int first = (x * 37 + y * 11) % threads;  // each block in an order of its own: what atomics decide must not differ
-        while (b.live > 0)
-          for (int i = 0; i < threads; i++) {
-            Fiber& fiber = b.fibers[(first + i) % threads];
+        for (bool is_live = true; is_live;) {
+          is_live = false;
+          for (int i = 0; i < all; i++) {
+            Fiber& fiber = b.fibers[(first + i) % all];
             if (fiber.done) continue;
+            is_live = true;
             b.current = &fiber;
+            block_index() = dim3(x + fiber.rank, y, z);
             swapcontext(&b.scheduler, &fiber.context);
           }
+        }
       }
 }
 struct ThreadIndex {
@@ -140,13 +151,13 @@ static emulation::ThreadIndex threadIdx;
 #define blockDim (emulation::block_dim())
 
 inline void __syncthreads() {
-  emulation::Block* b = emulation::block();
-  const uint64_t generation = b->barrier_generation;
-  if (++b->at_barrier == b->live) {
-    b->at_barrier = 0;
-    b->barrier_generation++;
+  emulation::Gate& gate = emulation::block()->gates[emulation::block()->current->rank];
+  const uint64_t generation = gate.generation;
+  if (++gate.at_barrier == gate.live) {
+    gate.at_barrier = 0;
+    gate.generation++;
   } else {
-    while (b->barrier_generation == generation) emulation::yield();
+    while (gate.generation == generation) emulation::yield();
   }
 }
 inline int __syncthreads_or(int x) {

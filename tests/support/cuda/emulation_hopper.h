@@ -53,7 +53,7 @@ struct Product {
 };
 inline std::deque<Product>& products() {
   static thread_local std::vector<std::deque<Product>> all(1024);
-  return all[block()->current->thread];
+  return all[block()->current->rank * 512 + block()->current->thread];
 }
 inline void row_of_operand(float (&out)[32], uint64_t descriptor, int row) {
   if ((descriptor >> 62) != 1 || (descriptor >> 49 & 7) != 0) abort();
@@ -78,34 +78,66 @@ inline void carry_out(const Product& p) {
 struct Meeting { int arrived = 0; uint64_t generation = 0; };
 }  // namespace emulation
 
-inline void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+inline unsigned cluster_rank() { return emulation::block()->current->rank; }
+// The same place in another block of the cluster.
+template <typename T>
+inline T* place_in(T* p, unsigned rank) {
+  return reinterpret_cast<T*>(emulation::dynamic_shared(rank) + emulation::shared_offset(p));
+}
+inline void copy_box_to(unsigned rank, void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
   using namespace emulation;
   const uint64_t to = shared_offset(shared);
   if (to % 1024) abort();
   for (int r = 0; r < map.box_rows; r++)
     for (int k = 0; k < 128; k++) {
       const bool is_inside = row + r >= 0 && row + r < map.rows && column + k < map.columns && matrix < map.matrices;
-      dynamic_shared()[swizzled(to + r * 128 + k)] = is_inside ? map.base[(matrix * map.rows + row + r) * map.columns + column + k] : 0;
+      dynamic_shared(rank)[swizzled(to + r * 128 + k)] = is_inside ? map.base[(matrix * map.rows + row + r) * map.columns + column + k] : 0;
     }
-  missing_bytes()[barrier] -= map.box_rows * 128;
+  missing_bytes()[place_in(barrier, rank)] -= map.box_rows * 128;
 }
-// The copies that follow are carried out at once, before another thread can look: the phase may complete here.
+inline void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+  copy_box_to(cluster_rank(), shared, map, column, row, matrix, barrier);
+}
+inline void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+  for (unsigned rank = 0; rank < 2; rank++) copy_box_to(rank, shared, map, column, row, matrix, barrier);
+}
 inline void barrier_expect(uint64_t* barrier, int bytes) {
-  int64_t& missing = emulation::missing_bytes()[barrier];
-  if (missing != 0) abort();
-  missing = bytes;
+  emulation::missing_bytes()[barrier] += bytes;
   barrier_arrive(barrier);
 }
+inline void send(int* shared, int value, uint64_t* barrier, unsigned rank) {
+  *place_in(shared, rank) = value;
+  emulation::missing_bytes()[place_in(barrier, rank)] -= 4;
+}
+inline void barrier_arrive_at(uint64_t* barrier, unsigned rank) { barrier_arrive(place_in(barrier, rank)); }
+// A phase has passed when the arrivals are complete and the bytes too; none starts before somebody has seen the end of the last.
 inline bool barrier_passed(uint64_t* barrier, uint32_t parity) {
-  if ((*barrier & 1) != parity) return true;
-  emulation::yield();
-  return (*barrier & 1) != parity;
+  for (int turn = 0; turn < 2; turn++) {
+    if ((*barrier & 1) != parity && emulation::missing_bytes()[barrier] == 0) return true;
+    emulation::yield();
+  }
+  return false;
+}
+inline void cluster_meet() {
+  static thread_local emulation::Meeting m;
+  const uint64_t generation = m.generation;
+  m.arrived++;
+  while (m.generation == generation) {
+    int live = 0;
+    for (const auto& gate : emulation::block()->gates) live += gate.live;
+    if (m.arrived == live) {
+      m.arrived = 0;
+      m.generation++;
+    } else {
+      emulation::yield();
+    }
+  }
 }
 inline void end_with_error() { abort(); }
 template <int THREADS>
 inline void meet(int id) {
-  static thread_local emulation::Meeting meetings[16];
-  emulation::Meeting& m = meetings[id];
+  static thread_local emulation::Meeting meetings[2][16];
+  emulation::Meeting& m = meetings[cluster_rank()][id];
   const uint64_t generation = m.generation;
   if (++m.arrived == THREADS) {
     m.arrived = 0;
