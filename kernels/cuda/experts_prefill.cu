@@ -527,6 +527,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) ex
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp > 0) make_factors<IS_GATE_UP>(s, plan, warp - 1, lane);
     else if (lane == 0) fetch<IS_GATE_UP>(s, plan);
+    __syncwarp();
     if constexpr (CLUSTER > 1) cluster_meet();  // no block ends while another writes to it
   } else {
     take_registers<CONSUMER_REGISTERS>();

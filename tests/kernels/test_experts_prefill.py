@@ -42,6 +42,7 @@ CASES = [
     Case((5, 171), hidden=384, intermediate=192, alignment=1),
     Case((31,), hidden=128, intermediate=96),
     Case((13, 20), hidden=320, intermediate=72),
+    Case((0, *(1,) * 33, 9), hidden=96, intermediate=96),  # more than the experts that end the list of work
 ]
 
 
