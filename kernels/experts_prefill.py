@@ -15,9 +15,10 @@ from kernels import cuda_library
 from kernels.gemm_fp8 import grouped_gemm_fp8
 from kernels.moe_prefill import ExpertRows, swiglu_quantize
 from kernels.quantize import empty_fp8_rows
-from kernels.reference import FP8_BLOCK
+from kernels.reference import FP8_BLOCK, hidden_scale
 
 NAME = "experts_prefill"
+FEW_ROWS, MIDDLE_ROWS = 48, 144
 TILE_ROWS = 16  # of the tensor cores' operand, in whose fragments a thread holds rows 8 apart
 
 
@@ -62,50 +63,69 @@ def empty_counters(device: torch.device | str) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
+def mode_of(rows_per_expert: float) -> int:
+    """How the blocks of a cluster divide the work. 0: for up to 64 rows; 1: two blocks share an expert's tokens and have weight rows of their
+    own; 2: they share weight rows and have half of the tokens each.
+
+    Units: rows_per_expert: the mean over experts
+    """
+    return 0 if rows_per_expert <= FEW_ROWS else 1 if rows_per_expert <= MIDDLE_ROWS else 2
+
+
 def experts_gate_up(
     expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *, alpha: float = 1.702,
-    limit: float = 7.0, bias_columns: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    limit: float = 7.0, bias_columns: int = 0, mode: int | None = None,
+) -> Tensor:  # fmt: skip
     """Gate/up product, SwiGLU and FP8 of the hidden rows.
 
-    Shapes: weight [E, 2I rounded up to 128, P] float8_e4m3fn in `gate_up_order`, bias inside; weight_scales [E, ceil(2I / 128), P / 128]
+    Shapes: weight [E, 2I rounded up to 128, P] float8_e4m3fn in `gate_up_order`, bias inside; weight_scales [E, ceil(2I / 128), P / 128],
+        the same along P as `fold_bias` leaves them; the rows' scales are the same along P too
     Shapes: counters: `empty_counters`
-    Returns: q [M, P'] float8_e4m3fn; scales [M, P' / 128] fp32, group-major on CUDA; rows past an expert's end hold anything
+    Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`; rows past an expert's end hold anything
     Effects: capturable; no host sync
+    Raises: ShapeError
     Source: `grouped_gemm_fp8`, `swiglu_quantize`
     """
     if not cuda_library.runs(weight):
         plain = restore_rows(weight, gate_up_order(2 * intermediate), 2 * intermediate)
         product = grouped_gemm_fp8(expert_rows.q, expert_rows.scales, plain, weight_scales, expert_rows)
-        return swiglu_quantize(product, expert_rows, alpha=alpha, limit=limit, bias_columns=bias_columns)
+        return swiglu_quantize(product, expert_rows, alpha=alpha, limit=limit, bias_columns=bias_columns)[0]
     if intermediate % 4:
         raise ShapeError(f"the kernel takes multiples of 4 hidden columns, got {intermediate}")
-    q, scales = empty_fp8_rows(expert_rows.q.shape[0], intermediate, weight.device, bias_columns)
+    q, _ = empty_fp8_rows(expert_rows.q.shape[0], intermediate, weight.device, bias_columns)
     cuda_library.call(
-        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, scales, counters,
-        expert_rows.q.shape[0], expert_rows.scales.stride(1), weight.shape[0], expert_rows.alignment, weight.shape[1],
-        weight.shape[2] // FP8_BLOCK, q.shape[1], scales.stride(1), intermediate, bias_columns, alpha, limit, _grid(weight),
+        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, counters,
+        expert_rows.q.shape[0], weight.shape[0], expert_rows.alignment, weight.shape[1], weight.shape[2] // FP8_BLOCK, q.shape[1],
+        intermediate, bias_columns, alpha, limit, hidden_scale(limit), _mode(expert_rows, weight, mode), _grid(weight),
     )  # fmt: skip
-    return q, scales
+    return q
 
 
-def experts_down(q: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows, counters: Tensor) -> Tensor:
+def experts_down(
+    q: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows, counters: Tensor, *, limit: float = 7.0,
+    mode: int | None = None,
+) -> Tensor:  # fmt: skip
     """Down product.
 
-    Shapes: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32; weight [E, C, P] float8_e4m3fn in `down_order`, bias inside
+    Shapes: q [M, P] float8_e4m3fn from `experts_gate_up`; weight [E, C, P] float8_e4m3fn in `down_order`, bias inside
     Returns: [M, C] bf16 on CUDA, fp32 elsewhere; rows past an expert's end hold anything
     Effects: capturable; no host sync
     Source: `grouped_gemm_fp8`
     """
     hidden = weight.shape[1]
     if not cuda_library.runs(weight):
+        scales = torch.full((q.shape[0], q.shape[1] // FP8_BLOCK), hidden_scale(limit))
         return grouped_gemm_fp8(q, scales, restore_rows(weight, down_order(hidden), hidden), weight_scales, expert_rows)
     out = torch.empty((q.shape[0], hidden), dtype=torch.bfloat16, device=q.device)
     cuda_library.call(
-        NAME, "experts_down", q, scales, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], scales.stride(1),
-        weight.shape[0], expert_rows.alignment, hidden, weight.shape[2] // FP8_BLOCK, hidden, _grid(weight),
+        NAME, "experts_down", q, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], weight.shape[0],
+        expert_rows.alignment, hidden, weight.shape[2] // FP8_BLOCK, hidden_scale(limit), _mode(expert_rows, weight, mode), _grid(weight),
     )  # fmt: skip
     return out
+
+
+def _mode(expert_rows: ExpertRows, weight: Tensor, mode: int | None) -> int:
+    return mode_of(expert_rows.rows.numel() / weight.shape[0]) if mode is None else mode
 
 
 def _grid(weight: Tensor) -> int:

@@ -82,29 +82,32 @@ def grouped_gemm_fp8(a: Tensor, a_scales: Tensor, weight: Tensor, weight_scales:
 
 
 def fold_bias(weight: Tensor, weight_scales: Tensor, bias: Tensor, columns: int, bias_columns: int) -> None:
-    """Writes the bias into the weight's padding columns as a sum of FP8 terms, each multiplied by an activation of exactly 1.0.
+    """Gives all columns of 128 rows the same scale, and writes the bias into the padding columns as a sum of FP8 terms, each multiplied by an
+    activation of exactly 1.0.
 
-    Shapes: weight [E, R, P] float8_e4m3fn, zeros from `columns` on; weight_scales [E, ceil(R / 128), P / 128] fp32; bias [E, R] float
-    Units: bias_columns: how many terms; one holds 448 times the block's scale, the remainder shrinks 16-fold per term
-    Effects: fills weight[:, :, columns : columns + bias_columns]; where the terms can't hold a block's bias, that block's scale is doubled
-        until they can and its payload is rounded again. Load time only
+    Shapes: weight [E, R, P] float8_e4m3fn, zeros from `columns` on; weight_scales [E, ceil(R / 128), P / 128] fp32, powers of two; bias [E, R]
+    Units: bias_columns: how many terms; one holds 448 times the scale, the remainder shrinks 16-fold per term
+    Effects: the scale is the largest of the 128 rows', or what lets the terms hold the bias if that is more; payload of smaller blocks is
+        rounded again, exact but for what ends below e4m3's subnormals: at most 2^-10 of the scale. Load time only
     """
-    last = weight[..., -FP8_BLOCK:]
     rows = weight.shape[1]
-    padded_rows = weight_scales.shape[1] * FP8_BLOCK
-    scale = weight_scales[:, :, -1]
-    limit = torch.nn.functional.pad(bias.float().abs(), (0, padded_rows - rows)).unflatten(1, (-1, FP8_BLOCK)).amax(-1)
-    reach = scale * (FP8_MAX * (bias_columns - 2))
-    growth = torch.exp2(torch.ceil(torch.log2((limit / reach).clamp(min=1.0))))
-    if bool((growth > 1).any()):
-        spread = growth.repeat_interleave(FP8_BLOCK, 1)[:, :rows, None]
-        last.copy_((last.float() / spread).to(last.dtype))
-        scale.mul_(growth)
+    row_blocks = weight_scales.shape[1]
+    limit = torch.nn.functional.pad(bias.float().abs(), (0, row_blocks * FP8_BLOCK - rows)).unflatten(1, (-1, FP8_BLOCK)).amax(-1)
+    scale = weight_scales[:, :, : -(-columns // FP8_BLOCK)].amax(-1)
+    growth = torch.exp2(torch.ceil(torch.log2((limit / (scale * (FP8_MAX * (bias_columns - 2)))).clamp(min=1.0))))
+    scale = scale * growth
+    ratios = weight_scales / scale[:, :, None]
+    uneven = (ratios != 1).flatten(1).any(1).tolist()
+    for expert in range(weight.shape[0]):
+        if uneven[expert]:
+            ratio = ratios[expert].repeat_interleave(FP8_BLOCK, 0)[:rows, :, None]
+            blocks = weight[expert].unflatten(1, (-1, FP8_BLOCK))
+            blocks.copy_((blocks.float() * ratio).to(weight.dtype))
+    weight_scales.copy_(scale[:, :, None].expand_as(weight_scales))
     rest = bias.float() / scale.repeat_interleave(FP8_BLOCK, 1)[:, :rows]
-    start = columns - weight.shape[2] + FP8_BLOCK
-    for term in range(bias_columns):
+    for term in range(columns, columns + bias_columns):
         digit = rest.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        last[..., start + term] = digit
+        weight[..., term] = digit
         rest -= digit.float()
 
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import empty_fp8_rows
-from kernels.reference import combine_rows_ref, fp8_quant_rows_bias_ref, rms_norm_ref, swiglu_ref
+from kernels.reference import (
+    FP8_BLOCK,
+    combine_rows_ref,
+    fp8_quant_hidden_ref,
+    fp8_quant_rows_bias_ref,
+    hidden_scale,
+    rms_norm_ref,
+    swiglu_ref,
+)
 from kernels.router import Routing
 
 
@@ -75,12 +83,13 @@ def swiglu_quantize(
     """SwiGLU over interleaved gate and up columns, then FP8.
 
     Shapes: gate_up [M, 2I] bf16, bias inside
-    Returns: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32; rows past an expert's end hold anything
+    Returns: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32, all `hidden_scale(limit)`; rows past an expert's end hold anything
     Effects: capturable; no host sync
-    Source: `swiglu_ref`, `fp8_quant_rows_bias_ref`
+    Source: `swiglu_ref`, `fp8_quant_hidden_ref`
     """
     if not gate_up.is_cuda:
-        return fp8_quant_rows_bias_ref(swiglu_ref(gate_up.float(), alpha=alpha, limit=limit), bias_columns)
+        q = fp8_quant_hidden_ref(swiglu_ref(gate_up.float(), alpha=alpha, limit=limit), hidden_scale(limit), bias_columns)
+        return q, torch.full((q.shape[0], q.shape[1] // FP8_BLOCK), hidden_scale(limit))
     from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
 
     q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device, bias_columns)

@@ -301,23 +301,36 @@ def fp8_dequant_blocks_ref(q: Tensor, scales: Tensor, rows: int, cols: int) -> T
 
 
 def fp8_quant_rows_bias_ref(x: Tensor, bias_columns: int) -> tuple[Tensor, Tensor]:
-    """`fp8_quant_rows_ref` whose first `bias_columns` padding columns hold exactly 1.0, so that a GEMM can carry its bias there.
+    """A row in FP8 whose first `bias_columns` padding columns hold exactly 1.0, so that a GEMM can carry its bias there.
 
     Shapes: x [T, C]; P = C + bias_columns rounded up to a multiple of 128
-    Returns: q [T, P] float8_e4m3fn; scales [T, P/128] fp32. The last block's scale is a power of two >= 2^-8 (1 / scale is exact in e4m3)
+    Returns: q [T, P] float8_e4m3fn; scales [T, P/128] fp32. With bias columns all scales of a row are the same power of two >= 2^-8
+        (1 / scale is exact in e4m3); without it is `fp8_quant_rows_ref`
     """
-    columns = x.shape[-1]
-    q, scales = fp8_quant_rows_ref(torch.nn.functional.pad(x, (0, bias_columns)))
     if bias_columns == 0:
-        return q, scales
-    start = (q.shape[-1] // FP8_BLOCK - 1) * FP8_BLOCK
-    last = x[:, start:].float()
-    amax = torch.nn.functional.pad(last.abs(), (0, 1)).amax(-1)
+        return fp8_quant_rows_ref(x)
+    amax = torch.nn.functional.pad(x.float().abs(), (0, 1)).amax(-1)
     scale = torch.exp2(torch.ceil(torch.log2((amax / FP8_MAX).clamp(min=2.0**-8))))
-    q[:, start:columns] = (last / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    q[:, columns : columns + bias_columns] = (1.0 / scale[:, None]).to(torch.float8_e4m3fn)
-    scales[:, -1] = scale
-    return q, scales
+    q = _fp8_with_ones(x.float(), scale[:, None], bias_columns)
+    return q, scale[:, None].repeat(1, q.shape[1] // FP8_BLOCK)
+
+
+def fp8_quant_hidden_ref(hidden: Tensor, scale: float, bias_columns: int) -> Tensor:
+    """Hidden rows of experts in FP8 with one scale for all of them, a power of two. Shapes: hidden [T, C]. Returns: q [T, P] float8_e4m3fn"""
+    return _fp8_with_ones(hidden.float(), torch.tensor(scale, device=hidden.device), bias_columns)
+
+
+def hidden_scale(limit: float) -> float:
+    """The least power of two with which FP8 reaches every output of the clamped SwiGLU: at most limit * (limit + 1)."""
+    return 2.0 ** math.ceil(math.log2(limit * (limit + 1) / FP8_MAX))
+
+
+def _fp8_with_ones(x: Tensor, scale: Tensor, bias_columns: int) -> Tensor:
+    columns = x.shape[-1]
+    q = torch.zeros((*x.shape[:-1], -(-(columns + bias_columns) // FP8_BLOCK) * FP8_BLOCK), device=x.device)
+    q[..., :columns] = (x / scale).clamp(-FP8_MAX, FP8_MAX)
+    q[..., columns : columns + bias_columns] = 1.0 / scale
+    return q.to(torch.float8_e4m3fn)
 
 
 def expert_rows_ref(expert_ids: Tensor, first_expert: int, num_local_experts: int, alignment: int) -> tuple[Tensor, Tensor]:

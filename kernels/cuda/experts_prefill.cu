@@ -1,28 +1,52 @@
 // The FP8 expert products of prefill, one persistent launch each: gate/up with SwiGLU and quantisation behind it, and down. Weight rows are
 // the 64-row operand of the tensor cores and tokens the columns, so that an expert's tokens are padded to 8 and not to a tile of 128.
 //
-// A tile is 256 weight rows x up to 152 tokens of one expert. One warp fetches both into a ring of stages of 128 columns each; two
-// warpgroups multiply 128 rows each and go their own way, so that one's epilogue runs beside the other's products. There is one sum per
-// output: instead of adding scaled partial sums it is kept in units of the scales of the 128 columns at hand, and multiplied by the ratio
-// of two scales on the way to the next. Three warps make those ratios. Row order of the weights: `kernels/experts_prefill.py`.
+// A block's tile is 256 weight rows x up to `MAX_WIDTH` tokens of one expert. One thread fetches both into a ring of stages of 128 columns
+// each; two warpgroups multiply 128 rows each and go their own way. Blocks of a cluster share weight rows, tokens or both, and each fetches a
+// part of what they share for all. A row of weights and a token have one scale each (`docs/decisions/even-scales.md`), so sums stay in the
+// tensor cores' own registers over all columns: the next stage's products start before the last one's are done, and scales are applied
+// once at the end. Row order of the weights: `kernels/experts_prefill.py`.
 #include "hopper.cuh"
 
 namespace {
 
-constexpr int STAGES = 4, QUEUE = 4;
-constexpr int CLUSTER = 2;  // blocks that share their weight rows and have a part of the expert's tokens each
-constexpr int MAX_EXPERTS = 256, MAX_WIDTH = 152;
+constexpr int QUEUE = 2;
+constexpr int MAX_EXPERTS = 128;
 constexpr int LATE = 32;  // experts whose last row block comes at the very end
-constexpr int FACTORS = 40;  // of a thread's tokens, at most; a multiple of 4
 constexpr int WARPGROUPS = 2, ROWS = 128;  // of a warpgroup
 constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
-constexpr int SCALE_WARPS = 3, LANE_TOKENS = 2;  // the warps after the first one, tokens of a lane
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
-constexpr float LEAST_SCALE = 8.67361737988403547e-19f;  // 2^-60: what lies below adds nothing, and ratios stay finite
-constexpr long long PATIENCE_NS = 2000000000;
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 240;
+
+// How the blocks of a cluster divide a tile: `TOKEN_PARTS` blocks have the same weight rows and a part of the tokens each, `ROW_PARTS` the
+// same tokens and rows of their own.
+template <int TOKEN_PARTS_, int ROW_PARTS_, int MAX_WIDTH_, int STAGES_>
+struct Mode {
+  static constexpr int TOKEN_PARTS = TOKEN_PARTS_, ROW_PARTS = ROW_PARTS_, CLUSTER = TOKEN_PARTS * ROW_PARTS;
+  static constexpr int MAX_WIDTH = MAX_WIDTH_, STAGES = STAGES_;
+  static constexpr int BLOCK_ROWS = WARPGROUPS * ROWS, TILE_ROWS = ROW_PARTS * BLOCK_ROWS;
+  static constexpr int WRITERS = TOKEN_PARTS + ROW_PARTS - 1;  // blocks that copy into one block
+  __device__ static __forceinline__ int rank() { return CLUSTER > 1 ? static_cast<int>(blockIdx.x % CLUSTER) : 0; }
+  __device__ static __forceinline__ int token_part() { return rank() % TOKEN_PARTS; }
+  __device__ static __forceinline__ int row_part() { return rank() / TOKEN_PARTS; }
+  // The block that copies number `i` of those that copy into this one.
+  __device__ static __forceinline__ int writer(int i) {
+    return i < TOKEN_PARTS ? row_part() * TOKEN_PARTS + i : (row_part() + 1 + i - TOKEN_PARTS) % ROW_PARTS * TOKEN_PARTS + token_part();
+  }
+  // Whom a copy of weights or tokens goes to.
+  __device__ static __forceinline__ uint32_t same_rows() { return ((1u << TOKEN_PARTS) - 1) << (row_part() * TOKEN_PARTS); }
+  __device__ static __forceinline__ uint32_t same_tokens() {
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < ROW_PARTS; i++) mask |= 1u << (i * TOKEN_PARTS + token_part());
+    return mask;
+  }
+};
+using Few = Mode<1, 2, 64, 5>;
+using Middle = Mode<1, 2, 176, 4>;
+using Many = Mode<2, 1, 176, 4>;
 
 // Tokens of a tile that there is code for.
-constexpr int WIDTHS[] = {16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152};
+constexpr int WIDTHS[] = {16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192};
 constexpr int NUM_WIDTHS = sizeof(WIDTHS) / sizeof(WIDTHS[0]);
 __device__ __forceinline__ int width_index(int tokens) { return tokens <= 64 ? max((tokens + 15) / 16 - 1, 0) : (tokens + 7) / 8 - 5; }
 __device__ __forceinline__ int width_of(int index) { return index < 4 ? 16 * (index + 1) : 8 * (index + 5); }
@@ -30,34 +54,36 @@ __device__ __forceinline__ int width_of(int index) { return index < 4 ? 16 * (in
 struct Plan {
   CUtensorMap weights;             // [experts, rows, columns] FP8
   CUtensorMap tokens[NUM_WIDTHS];  // [buffer rows, columns] FP8, boxes of as many rows
-  const float* scales;             // [blocks, scale_stride], of tokens
-  const float* weight_scales;      // [experts, row_blocks, blocks]
+  const float* scales;             // gate/up: [buffer rows], of tokens
+  const float* weight_scales;      // [experts, row blocks, blocks], the same for all blocks
   const int32_t* ends;             // [experts], one past each expert's last row
   void* out;                       // gate/up: [buffer rows, out_columns] FP8; down: bf16
-  float* out_scales;               // gate/up: [out_columns / 128, out_scale_stride]
   int32_t* counters;               // [groups of tiles handed out, clusters that are done], zero before and after
-  int experts, alignment, buffer_rows, rows, blocks, scale_stride;
-  int out_columns, out_scale_stride;
+  int experts, alignment, buffer_rows, rows, blocks, out_columns;
   int intermediate, bias_columns;  // gate/up
   float alpha, limit;
+  float hidden_scale;
 };
 
 struct Tile {
-  int expert, row_block;    // of 256 weight rows
+  int expert;               // -1: there is no more
+  int row;                  // first of the block's 256 weight rows
+  int is_empty;             // none of the cluster's rows exist
   int token, count, width;  // first row of the buffer, tokens, index into WIDTHS
 };
 
+template <class M>
 struct Shared {
-  unsigned char weights[STAGES][WARPGROUPS * ROWS * 128];
-  unsigned char tokens[STAGES][MAX_WIDTH * 128];
-  alignas(16) float factors[STAGES][WARPGROUPS][4 * FACTORS];  // what a sum is multiplied by after this stage
-  uint32_t maxima[WARPGROUPS][4][MAX_WIDTH / 2];  // of a warp's rows, two tokens' bf16 each
-  float inverse[WARPGROUPS][MAX_WIDTH];
-  uint64_t full[STAGES], empty[STAGES], group_full[QUEUE], group_empty[QUEUE];
-  int queue[QUEUE];  // numbers of groups of tiles
+  unsigned char weights[M::STAGES][WARPGROUPS * ROWS * 128];
+  unsigned char tokens[M::STAGES][M::MAX_WIDTH * 128];
+  alignas(16) float scales[2][WARPGROUPS][M::MAX_WIDTH];  // of the products of two tiles, in turn
+  uint64_t full[M::STAGES], empty[M::STAGES], tile_full[QUEUE], tile_empty[QUEUE], number_full, number_empty;
+  Tile tiles[QUEUE];
+  int number;  // of a group of tiles
   int first_group[MAX_EXPERTS + LATE + 1];  // of an entry of the list
-  int first_token[MAX_EXPERTS], count[MAX_EXPERTS];
-  volatile int is_lost;  // a consumer has waited too long
+  int first_token[MAX_EXPERTS];
+  int16_t eights[MAX_EXPERTS];  // tokens, in eights
+  volatile int is_lost;         // a consumer has waited too long
 };
 
 // A place in a ring of `SIZE`, and the parity of its turn.
@@ -69,13 +95,15 @@ struct Place {
 };
 
 // The copying side ends the kernel with an error where it would hang; a trap among the consumers would cost them their registers.
-__device__ __forceinline__ void wait_or_end(const Shared& s, uint64_t* barrier, uint32_t parity) {
+template <class M>
+__device__ __forceinline__ void wait_or_end(const Shared<M>& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
   const long long start = time_ns();
   while (!barrier_passed(barrier, parity))
     if (s.is_lost || time_ns() - start > PATIENCE_NS) end_with_error();
 }
-__device__ __forceinline__ void wait_or_give_up(Shared& s, uint64_t* barrier, uint32_t parity) {
+template <class M>
+__device__ __forceinline__ void wait_or_give_up(Shared<M>& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
   const long long start = time_ns();
   while (!barrier_passed(barrier, parity) && !s.is_lost)
@@ -83,7 +111,11 @@ __device__ __forceinline__ void wait_or_give_up(Shared& s, uint64_t* barrier, ui
 }
 
 // Groups of tiles that the blocks of a cluster take together.
-__device__ __forceinline__ int groups_of(int count) { return (count + CLUSTER * MAX_WIDTH - 1) / (CLUSTER * MAX_WIDTH); }
+template <class M>
+__device__ __forceinline__ int groups_of(int eights) {
+  constexpr int MOST = M::TOKEN_PARTS * M::MAX_WIDTH / 8;
+  return (eights + MOST - 1) / MOST;
+}
 
 // The order of work: entry e is expert e with its row blocks, groups with the same weights side by side. The last row block, which is smaller,
 // of the last experts has entries of its own at the end, where it evens out what the clusters have done.
@@ -98,12 +130,13 @@ struct Entry {
 };
 __device__ __forceinline__ int entries(int experts) { return experts + min(LATE, experts); }
 
-__device__ __forceinline__ void list_work(Shared& s, const Plan& plan, int row_blocks) {
+template <class M>
+__device__ __forceinline__ void list_work(Shared<M>& s, const Plan& plan, int row_blocks) {
   for (int e = threadIdx.x; e < plan.experts; e += THREADS) {
     const int before = e > 0 ? plan.ends[e - 1] : 0;
     const int first = (before + plan.alignment - 1) / plan.alignment * plan.alignment;
     s.first_token[e] = first;
-    s.count[e] = max(plan.ends[e] - first, 0);
+    s.eights[e] = static_cast<int16_t>((max(plan.ends[e] - first, 0) + 7) / 8);
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -114,7 +147,7 @@ __device__ __forceinline__ void list_work(Shared& s, const Plan& plan, int row_b
     for (int i = 0; i < EACH; i++) {
       const int number = threadIdx.x * EACH + i;
       const Entry entry(number, plan.experts, row_blocks);
-      groups[i] = number < count ? groups_of(s.count[entry.expert]) * entry.row_blocks : 0;
+      groups[i] = number < count ? groups_of<M>(s.eights[entry.expert]) * entry.row_blocks : 0;
       sum += groups[i];
     }
     int end = sum;
@@ -135,202 +168,105 @@ __device__ __forceinline__ void list_work(Shared& s, const Plan& plan, int row_b
 }
 
 // This block's tile of a group.
-__device__ __forceinline__ bool tile_at(const Shared& s, const Plan& plan, int number, int row_blocks, Tile& tile) {
+template <class M>
+__device__ __forceinline__ Tile tile_at(const Shared<M>& s, const Plan& plan, int number, int row_blocks) {
   int low = 0, high = entries(plan.experts);  // first_group[low] <= number < first_group[high]
-  if (number >= s.first_group[high]) return false;
+  if (number >= s.first_group[high]) return {-1, 0, 0, 0, 0, 0};
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (s.first_group[middle] <= number) low = middle;
     else high = middle;
   }
   const Entry entry(low, plan.experts, row_blocks);
-  const int inside = number - s.first_group[low], count = s.count[entry.expert], groups = groups_of(count), tiles = groups * CLUSTER;
-  const int part = inside % groups * CLUSTER + (CLUSTER > 1 ? static_cast<int>(blockIdx.x % CLUSTER) : 0);
-  const int eights = (count + 7) / 8, each = eights / tiles, more = eights % tiles;
+  const int inside = number - s.first_group[low], eights = s.eights[entry.expert], groups = groups_of<M>(eights), tiles = groups * M::TOKEN_PARTS;
+  const int part = inside % groups * M::TOKEN_PARTS + M::token_part();
+  const int each = eights / tiles, more = eights % tiles;
   const int begin = 8 * (part * each + min(part, more)), end = begin + 8 * (each + (part < more ? 1 : 0));
-  tile = {entry.expert, entry.first_row_block + inside / groups, s.first_token[entry.expert] + begin, min(end, count) - begin,
+  const int first = s.first_token[entry.expert], row = (entry.first_row_block + inside / groups) * M::TILE_ROWS;
+  return {entry.expert, row + M::row_part() * M::BLOCK_ROWS, row >= plan.rows, first + begin, min(first + end, plan.ends[entry.expert]) - first - begin,
           width_index(end - begin)};
-  return true;
 }
 
-// One block of a cluster hands out groups of tiles, whoever is early takes more; all roles of both blocks read the same numbers in turn.
-__device__ __forceinline__ void hand_out(Shared& s, const Place<QUEUE>& place, int number) {
-  wait_or_end(s, &s.group_empty[place.slot()], place.parity() ^ 1);
-  barrier_expect(&s.group_full[place.slot()], sizeof(int));
+// One block of a cluster hands out groups of tiles, whoever is early takes more; all blocks of it read the same numbers in turn.
+template <class M>
+__device__ __forceinline__ int same_number(Shared<M>& s, const Place<1>& place, int number) {
+  if constexpr (M::CLUSTER == 1) return number;
+  barrier_expect(&s.number_full, sizeof(int));
+  if (M::rank() == 0) {
+    wait_or_end(s, &s.number_empty, place.parity() ^ 1);
 #pragma unroll
-  for (int rank = 0; rank < CLUSTER; rank++) send(&s.queue[place.slot()], number, &s.group_full[place.slot()], rank);
+    for (int rank = 0; rank < M::CLUSTER; rank++) send(&s.number, number, &s.number_full, rank);
+  }
+  wait_or_end(s, &s.number_full, place.parity());
+  number = s.number;
+  barrier_arrive_at(&s.number_empty, 0);
+  return number;
 }
 
-// What the two products differ in: which rows a warpgroup has, and in how many passes over the columns.
 template <bool IS_GATE_UP>
-struct Shape {
-  // A warpgroup of gate/up makes 128 columns of the hidden row, one group of its FP8 scales, in two passes of 64.
-  static constexpr int PASSES = IS_GATE_UP ? 2 : 1;
-  static constexpr int TILE_ROWS = PASSES * WARPGROUPS * ROWS;
-  __device__ static __forceinline__ int row(const Tile& tile, int warpgroup, int pass) {
-    return tile.row_block * TILE_ROWS + (warpgroup * PASSES + pass) * ROWS;
-  }
-  __device__ static __forceinline__ int row_blocks(const Plan& plan) {
-    const int rows = IS_GATE_UP ? 2 * plan.out_columns : plan.rows;
-    return (rows + TILE_ROWS - 1) / TILE_ROWS;
-  }
-};
+__device__ __forceinline__ int all_rows(const Plan& plan) { return IS_GATE_UP ? 2 * plan.out_columns : plan.rows; }
 
-template <bool IS_GATE_UP>
-__device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
-  using Shape = Shape<IS_GATE_UP>;
-  const int row_blocks = Shape::row_blocks(plan), rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
-  Place<STAGES> stage;
-  Place<QUEUE> place;
-  int number = blockIdx.x / CLUSTER;
-  for (Tile tile;; place.turn++) {
-    if (rank == 0) {
-      hand_out(s, place, number);
-    } else {
-      barrier_expect(&s.group_full[place.slot()], sizeof(int));
-      wait_or_end(s, &s.group_full[place.slot()], place.parity());
-      number = s.queue[place.slot()];
-      barrier_arrive_at(&s.group_empty[place.slot()], 0);
-    }
-    if (!tile_at(s, plan, number, row_blocks, tile)) break;
-    if (rank == 0) number = clusters + atomicAdd(plan.counters, 1);
+template <class M, bool IS_GATE_UP>
+__device__ __forceinline__ void fetch(Shared<M>& s, const Plan& plan) {
+  const int row_blocks = (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS, clusters = gridDim.x / M::CLUSTER;
+  Place<M::STAGES> stage;
+  Place<QUEUE> queued;
+  Place<1> place;
+  int next = blockIdx.x / M::CLUSTER;
+  for (;; place.turn++, queued.turn++) {
+    const int number = same_number(s, place, next);
+    const Tile tile = tile_at(s, plan, number, row_blocks);
+    wait_or_end(s, &s.tile_empty[queued.slot()], queued.parity() ^ 1);
+    s.tiles[queued.slot()] = tile;
+    barrier_arrive(&s.tile_full[queued.slot()]);
+    if (tile.expert < 0) break;
+    if (M::rank() == 0) next = clusters + atomicAdd(plan.counters, 1);
+    if (tile.is_empty) continue;
     const int width = width_of(tile.width);
-    for (int pass = 0; pass < Shape::PASSES; pass++) {
-      int parts = 0;
-      while (parts < WARPGROUPS && Shape::row(tile, parts, pass) < plan.rows) parts++;
-      if (parts == 0) break;
-      for (int k = 0; k < plan.blocks; k++) {
-        wait_or_end(s, &s.empty[stage.slot()], stage.parity() ^ 1);
-        uint64_t* full = &s.full[stage.slot()];
-        barrier_expect(full, parts * ROWS * 128 + width * 128);
-        for (int part = 0; part < parts; part++) {
-          unsigned char* to = s.weights[stage.slot()] + part * ROWS * 128;
-          const int row = Shape::row(tile, part, pass);
-          if constexpr (CLUSTER == 1) copy_box(to, plan.weights, 128 * k, row, tile.expert, full);
-          else if (part % CLUSTER == rank) copy_box_to_both(to, plan.weights, 128 * k, row, tile.expert, full);
-        }
-        copy_box(s.tokens[stage.slot()], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
-        stage.turn++;
+    int parts = 0;
+    while (parts < WARPGROUPS && tile.row + parts * ROWS < plan.rows) parts++;
+    for (int k = 0; k < plan.blocks; k++, stage.turn++) {
+      const int slot = stage.slot();
+      wait_or_end(s, &s.empty[slot], stage.parity() ^ 1);
+      uint64_t* full = &s.full[slot];
+      barrier_expect(full, parts * ROWS * 128 + width * 128);
+      for (int part = 0; part < parts; part++) {
+        unsigned char* to = s.weights[slot] + part * ROWS * 128;
+        const int row = tile.row + part * ROWS;
+        if constexpr (M::TOKEN_PARTS == 1) copy_box(to, plan.weights, 128 * k, row, tile.expert, full);
+        else if (part % M::TOKEN_PARTS == M::token_part()) copy_box_to_some(M::same_rows(), to, plan.weights, 128 * k, row, tile.expert, full);
       }
+      if constexpr (M::ROW_PARTS == 1) copy_box(s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
+      else if (k % M::ROW_PARTS == M::row_part()) copy_box_to_some(M::same_tokens(), s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
     }
   }
-  if (rank > 0 || atomicAdd(plan.counters + 1, 1) + 1 < clusters) return;
+  if (M::rank() > 0 || atomicAdd(plan.counters + 1, 1) + 1 < clusters) return;
   plan.counters[0] = 0;  // for the next launch
   plan.counters[1] = 0;
 }
 
-// Where a token's factor lies: a thread's tokens, 8 apart in pairs, are neighbours.
-__device__ __forceinline__ int factor_place(int token) { return token % 8 / 2 * FACTORS + token / 8 * 2 + token % 2; }
-
-// A lane's scales of some columns: its tokens' and the two row blocks'.
-struct Scales {
-  float token[LANE_TOKENS], weight[WARPGROUPS];
-};
-
-template <bool IS_GATE_UP>
-__device__ __forceinline__ void make_factors(Shared& s, const Plan& plan, int warp, int lane) {
-  using Shape = Shape<IS_GATE_UP>;
-  constexpr int AHEAD = 3;
-  const int row_blocks = (plan.rows + ROWS - 1) / ROWS;
-  Place<STAGES> stage;
-  Place<QUEUE> place;
-  for (Tile tile;; place.turn++) {
-    wait_or_end(s, &s.group_full[place.slot()], place.parity());
-    const int number = s.queue[place.slot()];
-    __syncwarp();
-    if (lane == 0) barrier_arrive_at(&s.group_empty[place.slot()], 0);
-    if (!tile_at(s, plan, number, Shape::row_blocks(plan), tile)) return;
-    const int mine = warp * 32 + lane, width = width_of(tile.width);
-    for (int pass = 0; pass < Shape::PASSES; pass++) {
-      if (Shape::row(tile, 0, pass) >= plan.rows) break;
-      const float* token_scales[LANE_TOKENS];
-      const float* weight_scales[WARPGROUPS];
-#pragma unroll
-      for (int i = 0; i < LANE_TOKENS; i++)
-        token_scales[i] = plan.scales + min(tile.token + mine + i * SCALE_WARPS * 32, plan.buffer_rows - 1);
-#pragma unroll
-      for (int i = 0; i < WARPGROUPS; i++) {
-        const int row_block = min(Shape::row(tile, i, pass) / ROWS, row_blocks - 1);
-        weight_scales[i] = plan.weight_scales + (static_cast<size_t>(tile.expert) * row_blocks + row_block) * plan.blocks;
-      }
-      Scales ring[AHEAD];
-      auto load = [&](Scales& to, int k) {
-        if (k >= plan.blocks) return;
-#pragma unroll
-        for (int i = 0; i < LANE_TOKENS; i++) to.token[i] = __ldg(token_scales[i] + static_cast<size_t>(k) * plan.scale_stride);
-#pragma unroll
-        for (int i = 0; i < WARPGROUPS; i++) to.weight[i] = __ldg(weight_scales[i] + k);
-      };
-#pragma unroll
-      for (int k = 0; k < AHEAD - 1; k++) load(ring[k], k);
-      for (int base = 0; base < plan.blocks; base += AHEAD) {
-#pragma unroll
-        for (int step = 0; step < AHEAD; step++) {
-          const int k = base + step;
-          if (k >= plan.blocks) break;
-          load(ring[(step + AHEAD - 1) % AHEAD], k + AHEAD - 1);
-          const Scales &here = ring[step], &there = ring[(step + 1) % AHEAD];
-          const bool is_last = k + 1 == plan.blocks;
-          wait_or_end(s, &s.empty[stage.slot()], stage.parity() ^ 1);
-#pragma unroll
-          for (int i = 0; i < LANE_TOKENS; i++) {
-            const int token = mine + i * SCALE_WARPS * 32;
-            const float ratio = max(here.token[i], LEAST_SCALE) * (is_last ? 1.0f : __fdividef(1.0f, max(there.token[i], LEAST_SCALE)));
-            if (token >= width) break;
-#pragma unroll
-            for (int w = 0; w < WARPGROUPS; w++)
-              s.factors[stage.slot()][w][factor_place(token)] = ratio * (is_last ? here.weight[w] : __fdividef(here.weight[w], there.weight[w]));
-          }
-          __syncwarp();
-          if (lane == 0) barrier_arrive(&s.full[stage.slot()]);
-          stage.turn++;
-        }
-      }
-    }
+// A warp has read a stage: all blocks that copy into it are told.
+template <class M>
+__device__ __forceinline__ void release(Shared<M>& s, int slot) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  if constexpr (M::CLUSTER == 1) {
+    if (lane == 0) barrier_arrive(&s.empty[slot]);
+  } else if (lane < M::WRITERS) {
+    barrier_arrive_at(&s.empty[slot], M::writer(lane));
   }
 }
 
-// Multiplies the sums of half a warpgroup's rows. Loads go ahead of their use in batches, which is all that registers allow.
-template <int N>
-struct Factors {
-  static constexpr int BATCH = 3;  // of two times two tokens
-  float4 batch[BATCH];
-  __device__ __forceinline__ void load(const float4* factors, int first) {
-#pragma unroll
-    for (int i = 0; i < BATCH; i++)
-      if (2 * (first + i) < N / 8) batch[i] = factors[first + i];
-  }
-  __device__ __forceinline__ void apply(float (&sum)[N / 2], int first) {
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int j = 2 * (first + i);
-      const float f[4] = {batch[i].x, batch[i].y, batch[i].z, batch[i].w};
-#pragma unroll
-      for (int x = 0; x < 8; x++)
-        if (j + x / 4 < N / 8) sum[4 * j + x] *= f[x / 4 * 2 + x % 2];
-    }
-  }
-  // The first batch is loaded already.
-  __device__ __forceinline__ void apply_all(float (&sum)[N / 2], const float4* factors) {
-    apply(sum, 0);
-#pragma unroll
-    for (int first = BATCH; 2 * first < N / 8; first += BATCH) {
-      load(factors, first);
-      apply(sum, first);
-    }
-  }
-};
-
-// This warpgroup's 64 * HALVES rows times N tokens over all columns, scales applied. HALVES 0: only keeps step with the ring.
-template <int N, int HALVES>
-__device__ __forceinline__ void multiply(Shared& s, Place<STAGES>& stage, float (&sum)[2][N / 2], int warpgroup, int blocks) {
-  const int lane = threadIdx.x % 32;
+// This warpgroup's 64 * HALVES rows times N tokens over all columns. HALVES 0: only keeps step with the ring.
+template <class M, int N, int HALVES>
+__device__ __forceinline__ void multiply(Shared<M>& s, Place<M::STAGES>& stage, float (&sum)[2][N / 2], int warpgroup, int blocks) {
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[h][i] = 0.0f;
+  int before = -1;
 #pragma unroll 1
-  for (int k = 0; k < blocks; k++) {
+  for (int k = 0; k < blocks; k++, stage.turn++) {
     const int slot = uniform(stage.slot());
     const uint64_t a = operand(s.weights[slot] + warpgroup * ROWS * 128), b = operand(s.tokens[slot]);
     wait_or_give_up(s, &s.full[slot], stage.parity());
@@ -339,241 +275,218 @@ __device__ __forceinline__ void multiply(Shared& s, Place<STAGES>& stage, float 
       pin(sum[1]);
       product_fence();
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) {
+      for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) product<N>(sum[h], a + h * (64 * 128 / 16) + 2 * i, b + 2 * i);
-        product_commit();
-      }
-      const float4* factors = reinterpret_cast<const float4*>(s.factors[slot][warpgroup] + FACTORS * (lane % 4));
-      Factors<N> ahead;
-      ahead.load(factors, 0);
-      if constexpr (HALVES == 2) {
-        product_wait<1>();
-        pin(sum[0]);
-        ahead.apply_all(sum[0], factors);
-        ahead.load(factors, 0);
-        pin(sum[0]);
-        product_wait<0>();
-        pin(sum[1]);
-        ahead.apply_all(sum[1], factors);
-      } else {
-        product_wait<0>();
-        pin(sum[0]);
-        ahead.apply_all(sum[0], factors);
-      }
+        for (int h = 0; h < HALVES; h++) product<N>(sum[h], a + h * (64 * 128 / 16) + 2 * i, b + 2 * i);
+      product_commit();
+      product_wait<1>();
+      if (before >= 0) release(s, before);
+      before = slot;
+    } else {
+      release(s, slot);
     }
-    __syncwarp();
-    if constexpr (CLUSTER == 1) {
-      if (lane == 0) barrier_arrive(&s.empty[slot]);
-    } else if (lane < CLUSTER) {
-      barrier_arrive_at(&s.empty[slot], lane);  // both blocks' copies write here
-    }
-    stage.turn++;
+  }
+  if constexpr (HALVES > 0) {
+    product_wait<0>();
+    pin(sum[0]);
+    pin(sum[1]);
+    release(s, before);
   }
 }
 
+// SwiGLU in units of the hidden rows' scale.
 __device__ __forceinline__ float swiglu(float gate, float up, const Plan& plan) {
   gate = min(gate, plan.limit);
   up = min(max(up, -plan.limit), plan.limit);
-  const float gated = gate * reciprocal_fast(1.0f + exp2_fast(gate * (plan.alpha * -1.4426950408889634f)));
+  const float gated = gate * reciprocal_fast(fmaf(exp2_fast(gate * (plan.alpha * -1.4426950408889634f)), plan.hidden_scale, plan.hidden_scale));
   return up * gated + gated;
 }
 
-// The scale of a token's group, the rules of `fp8_quant_rows_bias_ref`.
-__device__ __forceinline__ float group_scale(float largest, bool has_bias) {
-  const float scale = largest * (1.0f / 448.0f);
-  if (has_bias) return __uint_as_float((__float_as_uint(max(scale, 0.00390625f)) + 0x7FFFFFu) & 0xFF800000u);
-  return scale > 0.0f ? scale : 1.0f;
-}
-
-template <int N>
-__device__ __forceinline__ void gate_up_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile) {
-  using Shape = Shape<true>;
+template <class M, int N>
+__device__ __forceinline__ void gate_up_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile, int turn) {
   const int warpgroup = uniform(threadIdx.x / 128) - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, c = lane % 4;
-  uint32_t hidden[2][N / 4];  // of a pass: two columns of a token each, bf16
+  const int g = lane / 4, c = lane % 4, row = tile.row + warpgroup * ROWS;
+  float* scales = s.scales[turn % 2][warpgroup];
+  float sum[2][N / 2];
+  if (row >= plan.rows) {
+    if (tile.is_empty) {
 #pragma unroll
-  for (int i = 0; i < N / 4; i++) hidden[0][i] = hidden[1][i] = 0;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; pass++) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) hidden[0][i] = hidden[1][i], hidden[1][i] = 0;
-    if (Shape::row(tile, 0, pass) >= plan.rows) continue;
-    float sum[2][N / 2];
-    if (Shape::row(tile, warpgroup, pass) >= plan.rows) {
-      multiply<N, 0>(s, stage, sum, warpgroup, plan.blocks);
-      continue;
+      for (int i = 0; i < N / 2; i++) sum[0][i] = sum[1][i] = 0.0f;
+    } else {
+      multiply<M, N, 0>(s, stage, sum, warpgroup, plan.blocks);
     }
-    multiply<N, 2>(s, stage, sum, warpgroup, plan.blocks);
+    for (int n = thread; n < N; n += 128) scales[n] = 0.0f;
+  } else {
+    constexpr int EACH = (N + 127) / 128;
+    const float weight_scale = __ldg(plan.weight_scales + (static_cast<size_t>(tile.expert) * ((plan.rows + ROWS - 1) / ROWS) + row / ROWS) * plan.blocks);
+    float mine[EACH];
 #pragma unroll
-    for (int j = 0; j < N / 8; j++)
+    for (int i = 0; i < EACH; i++) mine[i] = __ldg(plan.scales + min(tile.token + thread + 128 * i, plan.buffer_rows - 1)) * weight_scale;
+    multiply<M, N, 2>(s, stage, sum, warpgroup, plan.blocks);
 #pragma unroll
-      for (int b = 0; b < 2; b++)
-        hidden[1][2 * j + b] = bf16x2_pack(swiglu(sum[0][4 * j + b], sum[0][4 * j + 2 + b], plan),
-                                           swiglu(sum[1][4 * j + b], sum[1][4 * j + 2 + b], plan));
+    for (int i = 0; i < EACH; i++)
+      if (thread + 128 * i < N) scales[thread + 128 * i] = mine[i];
   }
-  const int group = tile.row_block * WARPGROUPS + warpgroup;
-  if (128 * group >= plan.out_columns) return;
-  const bool has_bias = plan.bias_columns > 0 && 128 * (group + 1) == plan.out_columns;
+  meet<128>(1 + warpgroup);
+  const int column = row / 2 + 16 * warp + 4 * c;
+  const bool has_ones = column >= plan.intermediate && column < plan.intermediate + plan.bias_columns;
+  const float one = reciprocal_fast(plan.hidden_scale);
+  const uint32_t ones = fp8x2_pack(one, one) * 0x10001u;
+  unsigned char* out = static_cast<unsigned char*>(plan.out) + static_cast<size_t>(tile.token + g) * plan.out_columns + column;
+  if (column >= plan.out_columns) return;
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
-    uint32_t largest[2];
+    const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * j + 2 * c);
+    uint32_t word = 0;
 #pragma unroll
     for (int b = 0; b < 2; b++) {
-      const uint32_t both = max_16x2(hidden[0][2 * j + b] & 0x7FFF7FFFu, hidden[1][2 * j + b] & 0x7FFF7FFFu);
-      largest[b] = max(both & 0xFFFFu, both >> 16);
+      const float f = b == 0 ? scale.x : scale.y;
+      word |= fp8x2_pack(swiglu(sum[0][4 * j + b] * f, sum[0][4 * j + 2 + b] * f, plan),
+                         swiglu(sum[1][4 * j + b] * f, sum[1][4 * j + 2 + b] * f, plan)) << (16 * b);
     }
-    uint32_t x = largest[0] | largest[1] << 16;
-#pragma unroll
-    for (int step = 4; step < 32; step <<= 1) x = max_16x2(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
-    if (g == 0) s.maxima[warpgroup][warp][4 * j + c] = x;
-  }
-  meet<128>(1 + warpgroup);
-  for (int n = thread; n < N; n += 128) {
-    uint32_t x = 0;
-#pragma unroll
-    for (int w = 0; w < 4; w++) x = max(x, s.maxima[warpgroup][w][n / 2] >> (16 * (n % 2)) & 0xFFFFu);
-    const float scale = group_scale(__uint_as_float(x << 16), has_bias);
-    s.inverse[warpgroup][n] = 1.0f / scale;
-    if (n < tile.count) plan.out_scales[static_cast<size_t>(group) * plan.out_scale_stride + tile.token + n] = scale;
-  }
-  meet<128>(1 + warpgroup);
-  const int column = 128 * group + 16 * warp + 4 * c;
-  unsigned char* out = static_cast<unsigned char*>(plan.out) + static_cast<size_t>(tile.token + g) * plan.out_columns + column;
-#pragma unroll
-  for (int j = 0; j < N / 8; j++) {
-    const float2 inverse = *reinterpret_cast<const float2*>(s.inverse[warpgroup] + 8 * j + 2 * c);
-#pragma unroll
-    for (int pass = 0; pass < 2; pass++) {
-      const uint32_t x = hidden[pass][2 * j], y = hidden[pass][2 * j + 1];
-      const uint32_t low = fp8x2_pack(bf16_low(x) * inverse.x, bf16_high(x) * inverse.x);
-      const uint32_t high = fp8x2_pack(bf16_low(y) * inverse.y, bf16_high(y) * inverse.y);
-      uint32_t word = transpose_8x8(low | high << 16);
-      const int first = column + 64 * pass;
-      if (has_bias && first >= plan.intermediate && first < plan.intermediate + plan.bias_columns) {
-        const float ones = s.inverse[warpgroup][8 * j + g];
-        word = fp8x2_pack(ones, ones) * 0x10001u;
-      }
-      if (8 * j + g < tile.count) *reinterpret_cast<uint32_t*>(out + static_cast<size_t>(8 * j) * plan.out_columns + 64 * pass) = word;
-    }
+    word = transpose_8x8(word);
+    if (has_ones) word = ones;
+    if (8 * j + g < tile.count) *reinterpret_cast<uint32_t*>(out + static_cast<size_t>(8 * j) * plan.out_columns) = word;
   }
 }
 
-template <int N>
-__device__ __forceinline__ void down_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile) {
+template <class M, int N>
+__device__ __forceinline__ void down_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile) {
   const int warpgroup = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int row = Shape<false>::row(tile, warpgroup, 0);
+  const int row = tile.row + warpgroup * ROWS;
+  const size_t row_block = static_cast<size_t>(tile.expert) * ((plan.rows + ROWS - 1) / ROWS) + row / ROWS;
+  const float scale = row < plan.rows ? __ldg(plan.weight_scales + row_block * plan.blocks) * plan.hidden_scale : 0.0f;
   float sum[2][N / 2];
-  if (row + 64 < plan.rows) multiply<N, 2>(s, stage, sum, warpgroup, plan.blocks);
-  else if (row < plan.rows) multiply<N, 1>(s, stage, sum, warpgroup, plan.blocks);
-  else multiply<N, 0>(s, stage, sum, warpgroup, plan.blocks);
+  if (row + 64 < plan.rows) multiply<M, N, 2>(s, stage, sum, warpgroup, plan.blocks);
+  else if (row < plan.rows) multiply<M, N, 1>(s, stage, sum, warpgroup, plan.blocks);
+  else return multiply<M, N, 0>(s, stage, sum, warpgroup, plan.blocks);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int column = row + 64 * h + 16 * warp + 4 * c;
     uint16_t* out = static_cast<uint16_t*>(plan.out) + static_cast<size_t>(tile.token + g) * plan.out_columns + column;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-      const uint32_t x = transpose_8x8(bf16x2_pack(sum[h][4 * j], sum[h][4 * j + 1]));
-      const uint32_t y = transpose_8x8(bf16x2_pack(sum[h][4 * j + 2], sum[h][4 * j + 3]));
+      const uint32_t x = transpose_8x8(bf16x2_pack(sum[h][4 * j] * scale, sum[h][4 * j + 1] * scale));
+      const uint32_t y = transpose_8x8(bf16x2_pack(sum[h][4 * j + 2] * scale, sum[h][4 * j + 3] * scale));
       if (column < plan.out_columns && 8 * j + g < tile.count)
         *reinterpret_cast<uint2*>(out + static_cast<size_t>(8 * j) * plan.out_columns) = make_uint2(x, y);
     }
   }
 }
 
-template <bool IS_GATE_UP, int INDEX>
-__device__ __forceinline__ void compute_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile) {
-  if constexpr (INDEX < NUM_WIDTHS) {
-    if (tile.width != INDEX) return compute_tile<IS_GATE_UP, INDEX + 1>(s, plan, stage, tile);
-    if constexpr (IS_GATE_UP) gate_up_tile<WIDTHS[INDEX]>(s, plan, stage, tile);
-    else down_tile<WIDTHS[INDEX]>(s, plan, stage, tile);
+template <class M, bool IS_GATE_UP, int INDEX>
+__device__ __forceinline__ void compute_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile, int turn) {
+  if constexpr (INDEX < NUM_WIDTHS && WIDTHS[INDEX < NUM_WIDTHS ? INDEX : 0] <= M::MAX_WIDTH) {
+    if (tile.width != INDEX) return compute_tile<M, IS_GATE_UP, INDEX + 1>(s, plan, stage, tile, turn);
+    if constexpr (IS_GATE_UP) gate_up_tile<M, WIDTHS[INDEX]>(s, plan, stage, tile, turn);
+    else down_tile<M, WIDTHS[INDEX]>(s, plan, stage, tile);
   }
 }
 
-template <bool IS_GATE_UP>
-__device__ __forceinline__ void compute(Shared& s, const Plan& plan) {
-  Place<STAGES> stage;
-  Place<QUEUE> place;
-  for (Tile tile;; place.turn++) {
-    wait_or_give_up(s, &s.group_full[place.slot()], place.parity());
-    const int number = s.queue[place.slot()];
+template <class M, bool IS_GATE_UP>
+__device__ __forceinline__ void compute(Shared<M>& s, const Plan& plan) {
+  Place<M::STAGES> stage;
+  Place<QUEUE> queued;
+  for (;; queued.turn++) {
+    wait_or_give_up(s, &s.tile_full[queued.slot()], queued.parity());
+    const Tile tile = s.tiles[queued.slot()];
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive_at(&s.group_empty[place.slot()], 0);
-    if (s.is_lost || !tile_at(s, plan, number, Shape<IS_GATE_UP>::row_blocks(plan), tile)) return;
-    compute_tile<IS_GATE_UP, 0>(s, plan, stage, tile);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&s.tile_empty[queued.slot()]);
+    if (s.is_lost || tile.expert < 0) return;
+    compute_tile<M, IS_GATE_UP, 0>(s, plan, stage, tile, queued.turn);
   }
 }
 
-template <bool IS_GATE_UP>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Plan plan) {
+template <class M, bool IS_GATE_UP>
+__global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Plan plan) {
   DYNAMIC_SHARED(memory);
-  Shared& s = *reinterpret_cast<Shared*>(memory);
+  Shared<M>& s = *reinterpret_cast<Shared<M>*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(&s.full[i], 1 + SCALE_WARPS);
-      barrier_init(&s.empty[i], CONSUMER_WARPS * CLUSTER);
+    for (int i = 0; i < M::STAGES; i++) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], CONSUMER_WARPS * M::WRITERS);
     }
     for (int i = 0; i < QUEUE; i++) {
-      barrier_init(&s.group_full[i], 1);
-      barrier_init(&s.group_empty[i], CLUSTER * (SCALE_WARPS + CONSUMER_WARPS + 1) - 1);
+      barrier_init(&s.tile_full[i], 1);
+      barrier_init(&s.tile_empty[i], CONSUMER_WARPS);
     }
+    barrier_init(&s.number_full, 1);
+    barrier_init(&s.number_empty, M::CLUSTER);
     barrier_init_fence();
     s.is_lost = 0;
   }
-  list_work(s, plan, Shape<IS_GATE_UP>::row_blocks(plan));
-  if constexpr (CLUSTER > 1) cluster_meet();
+  list_work(s, plan, (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS);
+  if constexpr (M::CLUSTER > 1) cluster_meet();
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp > 0) make_factors<IS_GATE_UP>(s, plan, warp - 1, lane);
-    else if (lane == 0) fetch<IS_GATE_UP>(s, plan);
+    if (threadIdx.x == 0) fetch<M, IS_GATE_UP>(s, plan);
     __syncwarp();
-    if constexpr (CLUSTER > 1) cluster_meet();  // no block ends while another writes to it
+    if constexpr (M::CLUSTER > 1) cluster_meet();  // no block ends while another writes to it
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    compute<IS_GATE_UP>(s, plan);
-    if constexpr (CLUSTER > 1) cluster_meet();
+    compute<M, IS_GATE_UP>(s, plan);
+    if constexpr (M::CLUSTER > 1) cluster_meet();
   }
+}
+
+template <class M, bool IS_GATE_UP>
+int launch_mode(const Plan& plan, int multiprocessors, void* stream) {
+  constexpr int shared_bytes = sizeof(Shared<M>);
+#ifdef TANDEM_EMULATE
+  emulation::run(dim3(multiprocessors / M::CLUSTER * M::CLUSTER), THREADS, shared_bytes, [&] { experts_kernel<M, IS_GATE_UP>(plan); }, M::CLUSTER);
+  return 0;
+#else
+  static_assert(shared_bytes <= 227 * 1024, "more shared memory than a block may have");
+  const auto kernel = experts_kernel<M, IS_GATE_UP>;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = M::CLUSTER;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(multiprocessors / M::CLUSTER * M::CLUSTER);
+  config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  static int clusters = 0;  // that run at the same time: a later one would begin when the work is done
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess && clusters == 0) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error != cudaSuccess) return static_cast<int>(error);
+  config.gridDim = dim3(clusters * M::CLUSTER);
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, plan));
+#endif
 }
 
 // Returns: 0, a CUDA error, or -1 where there is no instance for the shape.
 template <bool IS_GATE_UP>
-int start(Plan& plan, const void* q, const void* weights, int multiprocessors, void* stream) {
-  const int grid = multiprocessors / CLUSTER * CLUSTER;
-  if (plan.experts > MAX_EXPERTS || plan.blocks < 1) return -1;
+int start(Plan& plan, const void* q, const void* weights, int mode, int multiprocessors, void* stream) {
+  if (plan.experts > MAX_EXPERTS || plan.blocks < 1 || plan.buffer_rows > 8 * 32767) return -1;
   if (plan.buffer_rows == 0 || plan.rows == 0) return 0;
   int error = describe_rows(&plan.weights, weights, 128 * plan.blocks, plan.rows, plan.experts, ROWS);
   for (int i = 0; i < NUM_WIDTHS && error == 0; i++)
     error = describe_rows(&plan.tokens[i], q, 128 * plan.blocks, plan.buffer_rows, 1, WIDTHS[i]);
   if (error != 0) return error;
-  constexpr int shared_bytes = sizeof(Shared);
-#ifdef TANDEM_EMULATE
-  emulation::run(dim3(grid), THREADS, shared_bytes, [&] { experts_kernel<IS_GATE_UP>(plan); }, CLUSTER);
-  return 0;
-#else
-  static_assert(shared_bytes <= 227 * 1024, "more shared memory than a block may have");
-  error = static_cast<int>(cudaFuncSetAttribute(experts_kernel<IS_GATE_UP>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  if (error != 0) return error;
-  experts_kernel<IS_GATE_UP><<<grid, THREADS, shared_bytes, static_cast<cudaStream_t>(stream)>>>(plan);
-  return static_cast<int>(cudaGetLastError());
-#endif
+  if (mode == 0) return launch_mode<Few, IS_GATE_UP>(plan, multiprocessors, stream);
+  if (mode == 1) return launch_mode<Middle, IS_GATE_UP>(plan, multiprocessors, stream);
+  return launch_mode<Many, IS_GATE_UP>(plan, multiprocessors, stream);
 }
 
 }  // namespace
 
 extern "C" int experts_gate_up(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
-                               void* out, float* out_scales, int32_t* counters, int buffer_rows, int scale_stride, int experts, int alignment,
-                               int rows, int blocks, int out_columns, int out_scale_stride, int intermediate, int bias_columns, float alpha,
-                               float limit, int multiprocessors, void* stream) {
-  Plan plan = {{}, {}, scales, weight_scales, ends, out, out_scales, counters, experts, alignment, buffer_rows, rows, blocks, scale_stride,
-               out_columns, out_scale_stride, intermediate, bias_columns, alpha, limit};
-  return start<true>(plan, q, weights, multiprocessors, stream);
+                               void* out, int32_t* counters, int buffer_rows, int experts, int alignment, int rows, int blocks, int out_columns,
+                               int intermediate, int bias_columns, float alpha, float limit, float hidden_scale, int mode, int multiprocessors,
+                               void* stream) {
+  Plan plan = {{}, {}, scales, weight_scales, ends, out, counters, experts, alignment, buffer_rows, rows, blocks, out_columns,
+               intermediate, bias_columns, alpha, limit, hidden_scale};
+  return start<true>(plan, q, weights, mode, multiprocessors, stream);
 }
 
-extern "C" int experts_down(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
-                            void* out, int32_t* counters, int buffer_rows, int scale_stride, int experts, int alignment, int rows, int blocks,
-                            int out_columns, int multiprocessors, void* stream) {
-  Plan plan = {{}, {}, scales, weight_scales, ends, out, nullptr, counters, experts, alignment, buffer_rows, rows, blocks, scale_stride,
-               out_columns, 0, 0, 0, 0.0f, 0.0f};
-  return start<false>(plan, q, weights, multiprocessors, stream);
+extern "C" int experts_down(const void* q, const int32_t* ends, const void* weights, const float* weight_scales, void* out, int32_t* counters,
+                            int buffer_rows, int experts, int alignment, int rows, int blocks, float hidden_scale, int mode, int multiprocessors,
+                            void* stream) {
+  Plan plan = {{}, {}, nullptr, weight_scales, ends, out, counters, experts, alignment, buffer_rows, rows, blocks, rows, 0, 0, 0.0f, 0.0f,
+               hidden_scale};
+  return start<false>(plan, q, weights, mode, multiprocessors, stream);
 }

@@ -12,6 +12,8 @@
 #else
 #include <cuda.h>
 
+constexpr long long PATIENCE_NS = 2000000000;  // of a wait that another part of the kernel should end
+
 // One bulk copy of a box of a tensor into shared memory; the bytes count towards `barrier`, which somebody has told to expect them.
 __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
   asm volatile(
@@ -19,12 +21,13 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, i
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
-// The same into both blocks of a cluster of two, at the same place, each telling its own barrier.
-__device__ __forceinline__ void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+// The same into several blocks of the cluster, a bit of `blocks` each, at the same place, each telling its own barrier.
+__device__ __forceinline__ void copy_box_to_some(uint32_t blocks, void* shared, const CUtensorMap& map, int column, int row, int matrix,
+                                                 uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(
           shared_address(shared)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(3))
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -87,8 +90,6 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-// The larger of each pair of 16-bit unsigned numbers.
-__device__ __forceinline__ uint32_t max_16x2(uint32_t x, uint32_t y) { return __vmaxu2(x, y); }
 // Two values to FP8 e4m3, rounded to nearest even, those out of reach to 448.
 __device__ __forceinline__ uint32_t fp8x2_pack(float low, float high) {
   uint16_t d;
@@ -149,6 +150,10 @@ __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t 
 #define TANDEM_D17 TANDEM_D16 ",%68,%69,%70,%71"
 #define TANDEM_D18 TANDEM_D17 ",%72,%73,%74,%75"
 #define TANDEM_D19 TANDEM_D18 ",%76,%77,%78,%79"
+#define TANDEM_D20 TANDEM_D19 ",%80,%81,%82,%83"
+#define TANDEM_D21 TANDEM_D20 ",%84,%85,%86,%87"
+#define TANDEM_D22 TANDEM_D21 ",%88,%89,%90,%91"
+#define TANDEM_D23 TANDEM_D22 ",%92,%93,%94,%95"
 #define TANDEM_F(i) "+f"(d[4 * i]), "+f"(d[4 * i + 1]), "+f"(d[4 * i + 2]), "+f"(d[4 * i + 3])
 #define TANDEM_F0 TANDEM_F(0)
 #define TANDEM_F1 TANDEM_F0, TANDEM_F(1)
@@ -170,6 +175,10 @@ __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t 
 #define TANDEM_F17 TANDEM_F16, TANDEM_F(17)
 #define TANDEM_F18 TANDEM_F17, TANDEM_F(18)
 #define TANDEM_F19 TANDEM_F18, TANDEM_F(19)
+#define TANDEM_F20 TANDEM_F19, TANDEM_F(20)
+#define TANDEM_F21 TANDEM_F20, TANDEM_F(21)
+#define TANDEM_F22 TANDEM_F21, TANDEM_F(22)
+#define TANDEM_F23 TANDEM_F22, TANDEM_F(23)
 #define TANDEM_PRODUCT(N, LAST, A, B)                                                                                                \
   template <>                                                                                                                 \
   __device__ __forceinline__ void product<N>(float (&d)[N / 2], uint64_t a, uint64_t b) {                                     \
@@ -194,6 +203,10 @@ TANDEM_PRODUCT(136, 16, 68, 69)
 TANDEM_PRODUCT(144, 17, 72, 73)
 TANDEM_PRODUCT(152, 18, 76, 77)
 TANDEM_PRODUCT(160, 19, 80, 81)
+TANDEM_PRODUCT(168, 20, 84, 85)
+TANDEM_PRODUCT(176, 21, 88, 89)
+TANDEM_PRODUCT(184, 22, 92, 93)
+TANDEM_PRODUCT(192, 23, 96, 97)
 #undef TANDEM_PRODUCT
 
 // Describes `matrices` row-major matrices of bytes to the copy engine, which takes boxes of 128 columns and `box_rows` rows from one of them;

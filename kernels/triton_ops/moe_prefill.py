@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_ops.quantize import group_scales
+from kernels.reference import hidden_scale
 
 
 @triton.jit(do_not_specialize=["scale_stride", "out_scale_stride", "first_expert"])
@@ -52,7 +52,7 @@ def _gated(gate, alpha, ON_GPU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _swiglu_quantize(
-    x_ptr, ends_ptr, q_ptr, scale_ptr, scale_stride, alpha, limit,
+    x_ptr, ends_ptr, q_ptr, scale_ptr, scale_stride, alpha, limit, scale,
     INTERMEDIATE: tl.constexpr, GROUPS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BIAS: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -74,13 +74,11 @@ def _swiglu_quantize(
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         h = (up + 1.0) * _gated(gate, alpha, ON_GPU)
-        scale = group_scales(h, group, GROUPS - 1, BIAS)
-        inverse = 1.0 / scale
-        q = h * inverse[:, None]
+        q = h * (1.0 / scale)
         if BIAS and group == GROUPS - 1:
-            q = tl.where(((column >= INTERMEDIATE) & (column < INTERMEDIATE + BIAS))[None, :], inverse[:, None], q)
+            q = tl.where(((column >= INTERMEDIATE) & (column < INTERMEDIATE + BIAS))[None, :], 1.0 / scale, q)
         tl.store(q_ptr + row.to(tl.int64)[:, None] * (GROUPS * 128) + column[None, :], q.to(q_ptr.dtype.element_ty))
-        tl.store(scale_ptr + group * scale_stride + row, scale)
+        tl.store(scale_ptr + group * scale_stride + row, tl.zeros((ROWS,), dtype=tl.float32) + scale)
 
 
 def launch_permute_rows(ids, ranks, counts, q, scales, rows, ends, out_q, out_scales, first_expert: int, alignment: int) -> None:
@@ -113,7 +111,7 @@ def launch_swiglu_quantize(
     experts = ends.shape[0]
     groups = scales.shape[1]
     _swiglu_quantize[(x.shape[0] // row_block, groups)](
-        x, ends, q, scales, scales.stride(1), alpha, limit, INTERMEDIATE=x.shape[1] // 2, GROUPS=groups, EXPERTS=experts,
+        x, ends, q, scales, scales.stride(1), alpha, limit, hidden_scale(limit), INTERMEDIATE=x.shape[1] // 2, GROUPS=groups, EXPERTS=experts,
         PADDED_EXPERTS=triton.next_power_of_2(experts), ALIGN=alignment, ROWS=row_block, BIAS=bias_columns, ON_GPU=x.is_cuda,
         num_warps=num_warps,
     )  # fmt: skip

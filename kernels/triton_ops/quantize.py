@@ -9,19 +9,19 @@ import triton.language as tl
 
 
 @triton.jit
-def group_scales(x, group, LAST_GROUP: tl.constexpr, BIAS: tl.constexpr):
-    """x [..., 128] fp32 -> the scale of each group; with BIAS the last group's is a power of two >= 2^-8."""
+def group_scales(x, EVEN: tl.constexpr):
+    """x [G, 128] fp32 of one row -> the scale of each group; EVEN: the same for all of them, a power of two >= 2^-8."""
     scale = tl.max(tl.abs(x), axis=1) * (1.0 / 448.0)
-    if BIAS:
-        bits = (tl.maximum(scale, 0.00390625).to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
-        scale = tl.where(group == LAST_GROUP, bits.to(tl.float32, bitcast=True), scale)
+    if EVEN:
+        largest = tl.maximum(scale * 0.0 + tl.max(scale, axis=0), 0.00390625)
+        return ((largest.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
     return tl.where(scale > 0, scale, 1.0)
 
 
 @triton.jit
 def store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BIAS: tl.constexpr):
-    """Quantises one row held as x [G, 128] fp32 (zeros past COLUMNS) and stores payload and scales."""
-    scale = group_scales(x, group, GROUPS - 1, BIAS)
+    """Quantises one row held as x [G, 128] fp32 (zeros past COLUMNS) and stores payload and scales; with bias columns they are even."""
+    scale = group_scales(x, BIAS > 0)
     inverse = 1.0 / scale
     q = x * inverse[:, None]
     if BIAS:

@@ -56,7 +56,7 @@ def main() -> None:
             TOP_K=4, WORDS=736, PADDED_WORDS=1024, GROUPS=23, PADDED_GROUPS=32, ALIGN=128, **experts,
         ),
         "swiglu_quantize": compile_kernel(
-            moe_prefill._swiglu_quantize, "bf16 i32 fp8 f32", "i32 fp32 fp32",
+            moe_prefill._swiglu_quantize, "bf16 i32 fp8 f32", "i32 fp32 fp32 fp32",
             INTERMEDIATE=2880, GROUPS=23, ALIGN=128, ROWS=16, BIAS=32, ON_GPU=True, **experts,
         ),
     }  # fmt: skip

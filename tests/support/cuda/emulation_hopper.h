@@ -4,6 +4,8 @@
 #include <deque>
 #include <map>
 
+constexpr long long PATIENCE_NS = 120000000000;
+
 struct CUtensorMap {
   const unsigned char* base;
   int64_t columns, rows, matrices;
@@ -52,7 +54,7 @@ struct Product {
   bool is_last;  // of its group
 };
 inline std::deque<Product>& products() {
-  static thread_local std::vector<std::deque<Product>> all(1024);
+  static thread_local std::vector<std::deque<Product>> all(4 * 512);
   return all[block()->current->rank * 512 + block()->current->thread];
 }
 inline void row_of_operand(float (&out)[32], uint64_t descriptor, int row) {
@@ -98,8 +100,9 @@ inline void copy_box_to(unsigned rank, void* shared, const CUtensorMap& map, int
 inline void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
   copy_box_to(cluster_rank(), shared, map, column, row, matrix, barrier);
 }
-inline void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
-  for (unsigned rank = 0; rank < 2; rank++) copy_box_to(rank, shared, map, column, row, matrix, barrier);
+inline void copy_box_to_some(uint32_t blocks, void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+  for (unsigned rank = 0; blocks >> rank; rank++)
+    if (blocks >> rank & 1) copy_box_to(rank, shared, map, column, row, matrix, barrier);
 }
 inline void barrier_expect(uint64_t* barrier, int bytes) {
   emulation::missing_bytes()[barrier] += bytes;
@@ -136,7 +139,7 @@ inline void cluster_meet() {
 inline void end_with_error() { abort(); }
 template <int THREADS>
 inline void meet(int id) {
-  static thread_local emulation::Meeting meetings[2][16];
+  static thread_local emulation::Meeting meetings[4][16];
   emulation::Meeting& m = meetings[cluster_rank()][id];
   const uint64_t generation = m.generation;
   if (++m.arrived == THREADS) {
@@ -160,7 +163,6 @@ inline uint32_t transpose_8x8(uint32_t x) {
   for (int i = 0; i < 2; i++) y |= (all[4 * (first + i) + row / 2].words[0] >> (16 * (row % 2)) & 0xFFFF) << (16 * i);
   return y;
 }
-inline uint32_t max_16x2(uint32_t x, uint32_t y) { return max(x >> 16, y >> 16) << 16 | max(x & 0xFFFF, y & 0xFFFF); }
 inline uint32_t fp8x2_pack(float low, float high) { return emulation::fp8_round(low) | emulation::fp8_round(high) << 8; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
