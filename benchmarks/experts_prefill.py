@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,14 @@ from kernels.experts_prefill import NAME, down_order, empty_counters, experts_do
 from kernels.gemm_fp8 import grouped_gemm_fp8
 from kernels.moe_prefill import ExpertRows, permute_rows, swiglu_quantize
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
-from kernels.reference import FP8_BLOCK, fp8_dequant_blocks_ref, fp8_dequant_rows_ref, fp8_quant_rows_bias_ref, swiglu_ref
+from kernels.reference import (
+    FP8_BLOCK,
+    fp8_dequant_blocks_ref,
+    fp8_dequant_rows_ref,
+    fp8_quant_hidden_ref,
+    hidden_scale,
+    swiglu_ref,
+)
 from kernels.router import Routing, _ranks_ref
 from model.prefill_weights import Fp8Weight
 
@@ -51,8 +59,11 @@ class Experts:
         self.counters = empty_counters(DEVICE)
 
     def routing(self, tokens: int, pattern: str = "random") -> Routing:
-        """pattern: random, empty (half the experts) or one (every token's first choice is expert 5)."""
+        """pattern: random, skewed (an expert's chances fall with its number), empty (half the experts) or one (every token's first choice is
+        expert 5)."""
         scores = torch.rand(tokens, self.config.num_experts)
+        if pattern == "skewed":
+            scores = scores.clamp(min=1e-9).log() / torch.linspace(3.0, 0.3, self.config.num_experts)
         if pattern == "empty":
             scores[:, ::2] -= 100.0
         if pattern == "one":
@@ -67,23 +78,23 @@ class Experts:
         x = (torch.randn(tokens, self.config.hidden_size, device=DEVICE)).bfloat16()
         return permute_rows(*quantize_rows(x, bias_columns=BIAS_COLUMNS), routing, alignment=alignment)
 
-    def ours(self, rows: ExpertRows) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        h = experts_gate_up(
-            rows, *self.ordered_gate_up, self.config.intermediate_size, self.counters, bias_columns=BIAS_COLUMNS
-        )  # fmt: skip
-        return h, experts_down(*h, *self.ordered_down, rows, self.counters)
+    def ours(self, rows: ExpertRows, mode: int | None = None) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        width = self.config.intermediate_size
+        q = experts_gate_up(rows, *self.ordered_gate_up, width, self.counters, bias_columns=BIAS_COLUMNS, mode=mode)
+        y = experts_down(q, *self.ordered_down, rows, self.counters, mode=mode)
+        return (q, torch.full((q.shape[0], q.shape[1] // FP8_BLOCK), hidden_scale(7.0), device=DEVICE)), y
 
     def theirs(self, rows: ExpertRows) -> tuple[tuple[Tensor, Tensor], Tensor]:
         gate_up = grouped_gemm_fp8(rows.q, rows.scales, *self.gate_up, rows)
         h = swiglu_quantize(gate_up, rows, bias_columns=BIAS_COLUMNS)
         return h, grouped_gemm_fp8(*h, *self.down, rows)
 
-    def steps_of_ours(self, rows: ExpertRows) -> list[Step]:
-        h, _ = self.ours(rows)
+    def steps_of_ours(self, rows: ExpertRows, mode: int | None = None) -> list[Step]:
+        (q, _), _ = self.ours(rows, mode)
         width = self.config.intermediate_size
         return [
-            ("gate_up", lambda: experts_gate_up(rows, *self.ordered_gate_up, width, self.counters, bias_columns=BIAS_COLUMNS)),
-            ("down", lambda: experts_down(*h, *self.ordered_down, rows, self.counters)),
+            ("gate_up", lambda: experts_gate_up(rows, *self.ordered_gate_up, width, self.counters, bias_columns=BIAS_COLUMNS, mode=mode)),
+            ("down", lambda: experts_down(q, *self.ordered_down, rows, self.counters, mode=mode)),
         ]
 
     def steps_of_theirs(self, rows: ExpertRows) -> list[Step]:
@@ -114,7 +125,8 @@ def check(model: str) -> str:
     for tokens, pattern in ((1, "random"), (77, "one"), (300, "random"), (2879, "empty"), (8192, "random")):
         routing = experts.routing(tokens, pattern)
         counts = routing.counts.tolist()
-        for name, run, alignment in (("ours", experts.ours, ALIGNMENT), ("deepgemm", experts.theirs, 128)):
+        ways = [(f"ours {mode}", partial(experts.ours, mode=mode), ALIGNMENT) for mode in (0, 1, 2)]
+        for name, run, alignment in (*ways, ("deepgemm", experts.theirs, 128)):
             rows = experts.rows(tokens, routing, alignment)
             poison_memory()
             h, y = run(rows)
@@ -124,9 +136,9 @@ def check(model: str) -> str:
                 if counts[expert] == 0:
                     continue
                 product, where = exact_product(rows.q, rows.scales, experts.gate_up, rows, expert)
-                q, scales = fp8_quant_rows_bias_ref(swiglu_ref(product), BIAS_COLUMNS)
                 width = experts.config.intermediate_size
-                wanted = fp8_dequant_rows_ref(q, scales, width)
+                q = fp8_quant_hidden_ref(swiglu_ref(product), hidden_scale(7.0), BIAS_COLUMNS)
+                wanted = q[:, :width].float() * hidden_scale(7.0)
                 got = fp8_dequant_rows_ref(h[0][where], h[1][where], width)
                 label = f"{model} T{tokens} {pattern} expert {expert}"
                 errors = {"hidden": calc_diff(got, wanted)}
@@ -138,9 +150,10 @@ def check(model: str) -> str:
                 ones = fp8_dequant_rows_ref(h[0][where], h[1][where], width + BIAS_COLUMNS)[:, width:]
                 assert bool((ones == 1.0).all()), f"{name} {label}: bias columns are not 1"
         rows = experts.rows(tokens, routing, ALIGNMENT)
-        first, again = experts.ours(rows), experts.ours(rows)
         used = routing_rows(rows)
-        assert torch.equal(first[1][used], again[1][used]), "two launches differ"
+        first = experts.ours(rows)
+        for mode in (0, 1, 2):
+            assert torch.equal(first[1][used], experts.ours(rows, mode)[1][used]), "two launches differ"
     return f"ok   {model} against fp32 (1 - cosine-like, worst): " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items())
 
 
@@ -188,6 +201,12 @@ def time_model(model: str, lengths: tuple[int, ...], say: Callable[[str], None],
         if tokens == 1024:
             ways["DeepGEMM, rows by 64"] = experts.steps_of_theirs(experts.rows(tokens, routing, 64))
         ways["ours"] = experts.steps_of_ours(experts.rows(tokens, routing, ALIGNMENT))
+        for mode in (0, 1, 2) if tokens == 1024 else (1, 2):
+            ways[f"ours, mode {mode}"] = experts.steps_of_ours(experts.rows(tokens, routing, ALIGNMENT), mode)
+        if tokens == 8192:
+            skewed = experts.routing(tokens, "skewed")
+            ways["DeepGEMM, skewed"] = experts.steps_of_theirs(experts.rows(tokens, skewed, 128))
+            ways["ours, skewed"] = experts.steps_of_ours(experts.rows(tokens, skewed, ALIGNMENT))
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         for _ in range(ROUNDS):
             for name, steps in ways.items():
