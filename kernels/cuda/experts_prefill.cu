@@ -15,7 +15,9 @@ constexpr int MAX_EXPERTS = 128;
 constexpr int LATE = 32;  // experts whose last row block comes at the very end
 constexpr int WARPGROUPS = 2, ROWS = 128;  // of a warpgroup
 constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+// A block never has more registers than it was launched with, which is 168 a thread: taking more waits for ever.
+static_assert(128 * (PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
 
 // How the blocks of a cluster divide a tile: `TOKEN_PARTS` blocks have the same weight rows and a part of the tokens each, `ROW_PARTS` the
 // same tokens and rows of their own.
