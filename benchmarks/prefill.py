@@ -46,15 +46,14 @@ TARGETS = {
 }  # fmt: skip
 # kernel-name pattern -> row of the breakdown, and its prediction in ms for 120b at 8,192 tokens
 BREAKDOWN = (
-    (r"sm90_fp8_gemm.*\b5760\D", "gate_up gemm", 37.0),
-    (r"sm90_fp8_gemm.*\b2880\D+2944", "down gemm", 19.5),
+    (r"experts_kernel.*(true|1)>", "gate_up", 35.0),
+    (r"experts_kernel", "down", 18.0),
     (r"sm90_fp8_gemm.*\b5120\D", "qkv gemm", 6.8),
     (r"sm90_fp8_gemm.*\b2880\D+4096", "o gemm", 5.5),
     (r"PrefillWithKVCacheKernel.*SparseCollective", "attention full, paged", 0.2),
     (r"PrefillWithKVCacheKernel", "attention full, rows", 20.0),
     (r"_window_attention", "attention sliding, rows", 1.9),
     (r"BatchPrefill", "attention sliding, paged", 0.0),
-    (r"_swiglu_quantize", "swiglu_quantize", 6.0),
     (r"_combine_norm", "combine_norm_quantize", 2.8),
     (r"_add_norm", "add_norm_quantize", 1.5),
     (r"_rope_write", "rope_write_kv", 1.9),

@@ -12,8 +12,9 @@ import torch
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
 from kernels.attention_prompt import PromptAttention, window_attention
-from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8
-from kernels.moe_prefill import combine_norm_quantize, permute_rows, swiglu_quantize
+from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up, mode_of
+from kernels.gemm_fp8 import gemm_fp8
+from kernels.moe_prefill import combine_norm_quantize, permute_rows
 from kernels.norm import add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
 from kernels.reference import yarn_inv_freq_ref
@@ -60,6 +61,7 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
         floor(3 * row + fp8),
         time_us(lambda: add_norm_quantize(x, layer.mlp_norm, 1e-5, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS)),
     )
+    placed_rows, rows = rows, quantize_rows(x)
     yield "qkv gemm fp8", floor(fp8 + 10240 * tokens, 2 * tokens * 5120 * 2880), time_us(lambda: gemm_fp8(*rows, *layer.qkv))
     qkv_t = originals["qkv"].t()
     yield "qkv gemm bf16 (not used)", floor(row, 2 * tokens * 5120 * 2880, BF16_RATE), time_us(lambda: torch.mm(x, qkv_t))
@@ -109,53 +111,35 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     yield "route (and memset)", floor(row + 4 * experts * tokens), time_us(routed)
     routing = routed()
     gate_up_bytes, down_bytes = experts * 5760 * 2944, experts * 2880 * 2944
-    for alignment in (128,):
-        yield f"permute_rows A{alignment}", floor(5 * fp8), time_us(lambda a=alignment: permute_rows(*rows, routing, alignment=a))
-        placed = permute_rows(*rows, routing, alignment=alignment)
-        bound = placed.q.shape[0]
-        least = floor(gate_up_bytes + 4 * (fp8 + 11520 * tokens), 8 * tokens * 5760 * 2880)
-        yield (
-            f"gate_up gemm A{alignment}, bound {bound}",
-            least,
-            time_us(lambda p=placed: grouped_gemm_fp8(p.q, p.scales, *layer.gate_up, p)),
-        )
-        gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
-        for row_block, warps in ((16, 4), (8, 4), (8, 2), (4, 1), (16, 8)):
-            yield (
-                f"swiglu_quantize rows {row_block} warps {warps}",
-                floor(4 * (11520 * tokens + fp8)),
-                time_us(lambda g=gate_up, p=placed, r=row_block, w=warps: swiglu_rows(g, p, r, w)),
-            )
-        h = swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS)
-        yield (
-            f"down gemm A{alignment}",
-            floor(down_bytes + 4 * (fp8 + row), 8 * tokens * 2880 * 2880),
-            time_us(lambda p=placed, h=h: grouped_gemm_fp8(*h, *layer.down, p)),
-        )
-        y = grouped_gemm_fp8(*h, *layer.down, placed)
-        yield (
-            "combine_norm_quantize",
-            floor(6 * row + fp8),
-            time_us(lambda p=placed, y=y: combine_norm_quantize(x, y, p.rows, routing.expert_weights, layer.attn_norm, 1e-5)),
-        )
+    yield "permute_rows", floor(5 * fp8), time_us(lambda: permute_rows(*placed_rows, routing))
+    placed, counters, mode = permute_rows(*placed_rows, routing), empty_counters(DEVICE), mode_of(4 * tokens / experts)
+
+    def gate_up():
+        return experts_gate_up(placed, *layer.gate_up, layer.intermediate, counters, mode=mode)
+
+    least = floor(gate_up_bytes + 8 * fp8, 8 * tokens * 5760 * 2880)
+    yield f"gate_up, SwiGLU, mode {mode}", least, time_us(gate_up)
+    q8 = gate_up()
+
+    def down():
+        return experts_down(q8, *layer.down, placed, counters, mode=mode)
+
+    yield f"down, mode {mode}", floor(down_bytes + 4 * (fp8 + row), 8 * tokens * 2880 * 2880), time_us(down)
+    y = down()
+    yield (
+        "combine_norm_quantize",
+        floor(6 * row + fp8),
+        time_us(lambda: combine_norm_quantize(x, y, placed.rows, routing.expert_weights, layer.attn_norm, 1e-5)),
+    )
 
 
 def gemm_rows(model: str, tokens: int) -> Iterator[torch.Tensor]:
-    """Runs each GEMM of one layer once, for both row alignments: what compiling ahead needs."""
+    """Runs each FP8 projection of one layer once: what compiling ahead needs."""
     config = gpt_oss_config(model, 2)
     random = RandomWeights(config, DEVICE, 22)
     layer = random.layer()
-    x = random.normal(tokens, config.hidden_size)
-    rows = add_norm_quantize(x, layer.mlp_norm, 1e-5, bias_columns=BIAS_COLUMNS)
-    yield gemm_fp8(*rows, *layer.qkv)
+    yield gemm_fp8(*quantize_rows(random.normal(tokens, config.hidden_size)), *layer.qkv)
     yield gemm_fp8(*quantize_rows(random.normal(tokens, 4096)), *layer.o)
-    counts = torch.zeros(config.num_experts, dtype=torch.int32, device=DEVICE)
-    inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
-    routing = route(x, inverse, layer.router, layer.router_bias, config.experts_per_token, counts)
-    for alignment in (128, 64):
-        placed = permute_rows(*rows, routing, alignment=alignment)
-        gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
-        yield grouped_gemm_fp8(*swiglu_quantize(gate_up, placed, bias_columns=BIAS_COLUMNS), *layer.down, placed)
 
 
 def window_run(q, k, v, sinks, block_m: int, block_n: int, warps: int) -> Callable[[], object]:
@@ -164,12 +148,3 @@ def window_run(q, k, v, sinks, block_m: int, block_n: int, warps: int) -> Callab
 
     out = torch.empty_like(q)
     return lambda: launch_window_attention(q, k, v, sinks, out, 128, 0.125, block_m=block_m, block_n=block_n, num_warps=warps)
-
-
-def swiglu_rows(gate_up, placed, row_block: int, warps: int) -> None:
-    """`swiglu_quantize` with another row block than the one in use."""
-    from kernels.quantize import empty_fp8_rows
-    from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
-
-    q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, DEVICE, BIAS_COLUMNS)
-    launch_swiglu_quantize(gate_up, placed.ends, q, scales, 1.702, 7.0, placed.alignment, BIAS_COLUMNS, row_block, warps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.experts_prefill import down_order, gate_up_order
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP4_VALUES
@@ -50,18 +51,20 @@ class RandomWeights:
     def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (torch.randn(*shape, device=self.device, generator=self._generator) * std).to(dtype)
 
-    def experts(self, rows: int, columns: int, bias_std: float) -> tuple[Fp8Weight, Tensor]:
-        """Returns: [E, rows, P] with the bias folded in, and that bias [E, rows] fp32"""
+    def experts(self, rows: int, columns: int, order: Tensor, bias_std: float) -> tuple[Fp8Weight, Tensor]:
+        """Returns: rows in this order with the bias folded in, as `pack_experts` leaves them, and that bias [E, rows] fp32"""
         count, padded = self.config.num_experts, padded_columns(columns, BIAS_COLUMNS)
-        values = torch.empty((count, rows, padded), dtype=torch.float8_e4m3fn, device=self.device)
-        size = rows * padded
+        values = torch.empty((count, order.shape[0], padded), dtype=torch.float8_e4m3fn, device=self.device)
+        size = order.shape[0] * padded
         for expert in values:
             start = int(torch.randint(0, (PAYLOAD_VALUES - size) // 16, (1,), generator=self._cuts)) * 16
             expert.view(-1).copy_(self._payload[start : start + size])
         values.view(torch.uint8)[:, :, columns:] = 0
-        scales = torch.full((count, -(-rows // 128), padded // 128), WEIGHT_SCALE, device=self.device)
+        values.view(torch.uint8)[:, order >= rows] = 0
+        scales = torch.full((count, -(-order.shape[0] // 128), padded // 128), WEIGHT_SCALE, device=self.device)
         bias = self.normal(count, rows, std=bias_std, dtype=torch.float32)
-        fold_bias(values, scales, bias, columns, BIAS_COLUMNS)
+        ordered = torch.nn.functional.pad(bias, (0, order.shape[0] - rows))[:, order.to(self.device)]
+        fold_bias(values, scales, ordered, columns, BIAS_COLUMNS)
         return Fp8Weight(values, scales), bias
 
     def layer(self, projections: Projections = "fp8") -> PrefillLayer:
@@ -72,15 +75,15 @@ class RandomWeights:
         c = self.config
         width, query = (c.num_qo_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_qo_heads * c.head_dim
         qkv, o = self.normal(width, c.hidden_size, std=0.02), self.normal(c.hidden_size, query, std=0.02)
-        gate_up, gate_up_bias = self.experts(2 * c.intermediate_size, c.hidden_size, 0.2)
-        down, down_bias = self.experts(c.hidden_size, c.intermediate_size, 0.2)
+        gate_up, gate_up_bias = self.experts(2 * c.intermediate_size, c.hidden_size, gate_up_order(2 * c.intermediate_size), 0.2)
+        down, down_bias = self.experts(c.hidden_size, c.intermediate_size, down_order(c.hidden_size), 0.2)
         router, mlp_norm = self.normal(c.num_experts, c.hidden_size, std=0.02), 1 + self.normal(c.hidden_size, std=0.1)
         layer = PrefillLayer(
             attn_norm=1 + self.normal(c.hidden_size, std=0.1), qkv=quantize_projection(qkv) if projections == "fp8" else qkv,
             qkv_bias=self.normal(width, std=0.1), sinks=self.normal(c.num_qo_heads, dtype=torch.float32),
             o=o if projections == "bf16" else quantize_projection(o), o_bias=self.normal(c.hidden_size, std=0.1),
             mlp_norm=mlp_norm, router=fold_router(router, mlp_norm), router_bias=self.normal(c.num_experts, std=0.1),
-            gate_up=gate_up, down=down, first_expert=0, num_kv_heads=c.num_kv_heads,
+            gate_up=gate_up, down=down, first_expert=0, intermediate=c.intermediate_size, num_kv_heads=c.num_kv_heads,
         )  # fmt: skip
         return layer, {"qkv": qkv, "o": o, "router": router, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
 

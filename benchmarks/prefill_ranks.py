@@ -27,10 +27,9 @@ import torch
 
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config, random_prompt, uniform_logits
 from common.rank_spec import RankSpec
-from kernels.gemm_fp8 import gemm_fp8, grouped_gemm_fp8, row_alignment
-from kernels.moe_prefill import permute_rows
-from kernels.quantize import BIAS_COLUMNS, quantize_rows
-from kernels.router import fold_router, route
+from kernels import cuda_library
+from kernels.experts_prefill import NAME
+from kernels.router import fold_router
 from model.batch import StepBatch
 from model.config import ModelConfig
 from model.group import open_group
@@ -39,7 +38,7 @@ from model.layout import cut_for_rank
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
-from model.prefill_weights import Fp8Weight, PrefillLayer, PrefillWeights, Projections
+from model.prefill_weights import SERVED_PROJECTIONS, Fp8Weight, PrefillLayer, PrefillWeights, Projections
 
 RUNS, WARM = 7, 2
 LIMIT_S = 240
@@ -48,7 +47,7 @@ LEAST_COSINE = 0.998  # bf16 sums in another order, through three layers of FP8 
 
 
 def rank_weights(
-    config: ModelConfig, *, tp: int, ep: int, rank: int, device: str, unique_layers: int, projections: Projections = "bf16_qkv"
+    config: ModelConfig, *, tp: int, ep: int, rank: int, device: str, unique_layers: int, projections: Projections = SERVED_PROJECTIONS
 ) -> PrefillWeights:
     """One rank's share of random weights; the layers repeat `unique_layers` distinct ones."""
     cut = cut_for_rank(config, tp=tp, ep=ep, rank=rank, granule=128)
@@ -73,27 +72,6 @@ def rank_weights(
     )
 
 
-def compile_ahead(model: str, tp: int, tokens: int) -> None:
-    """Compiles the GEMMs of every rank's shapes into the on-disk cache, on one GPU."""
-    config = gpt_oss_config(model, 2)
-    for ep, rank in ((tp, 0), (1, 0), (1, tp - 1)):
-        layer = rank_weights(config, tp=tp, ep=ep, rank=rank, device="cuda", unique_layers=1).layers[0]
-        x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
-        for rows in (1, tokens // 2, tokens):
-            gemm_fp8(*quantize_rows(torch.randn(rows, layer.o.values.shape[1], device="cuda").bfloat16()), *layer.o)
-        counts = torch.zeros(layer.gate_up.values.shape[0], dtype=torch.int32, device="cuda")
-        inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
-        for count in (1, tokens):
-            routing = route(
-                x[:count], inverse[:count], layer.router, layer.router_bias, 4, counts.zero_(), first_expert=layer.first_expert
-            )  # fmt: skip
-            rows = quantize_rows(x[:count], bias_columns=BIAS_COLUMNS)
-            placed = permute_rows(*rows, routing, alignment=row_alignment(4 * count / config.num_experts), first_expert=layer.first_expert)
-            gate_up = grouped_gemm_fp8(placed.q, placed.scales, *layer.gate_up, placed)
-            grouped_gemm_fp8(*quantize_rows(gate_up[:, ::2].contiguous(), bias_columns=BIAS_COLUMNS), *layer.down, placed)
-    torch.cuda.synchronize()
-
-
 def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -> PrefillWeights:
     """A rank's part of one GPU's weights with whole experts on each rank: the same numbers, so that results can be compared."""
     cut, head = cut_for_rank(config, tp=tp, ep=tp, rank=rank, granule=128), config.head_dim
@@ -103,14 +81,13 @@ def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -
 
     def part(layer: PrefillLayer) -> PrefillLayer:
         rows = [slice(first_q, first_q + query), slice(first_k, first_k + kv), slice(first_v, first_v + kv)]
-        assert isinstance(layer.qkv, torch.Tensor), "bf16 QKV is cut by rows"
-        values, scales = layer.o
-        columns, blocks = slice(first_q, first_q + query), slice(first_q // 128, (first_q + query) // 128)
+        assert isinstance(layer.qkv, torch.Tensor)
+        assert isinstance(layer.o, torch.Tensor)
         experts = slice(cut.experts.start, cut.experts.stop)
         return replace(
             layer, qkv=torch.cat([layer.qkv[r] for r in rows]), qkv_bias=torch.cat([layer.qkv_bias[r] for r in rows]),
             sinks=layer.sinks[cut.qo_heads.start : cut.qo_heads.stop].contiguous(),
-            o=Fp8Weight(values[:, columns].contiguous(), scales[:, blocks].contiguous()),
+            o=layer.o[:, first_q : first_q + query].contiguous(),
             gate_up=Fp8Weight(*(t[experts] for t in layer.gate_up)), down=Fp8Weight(*(t[experts] for t in layer.down)),
             first_expert=cut.experts.start, num_kv_heads=len(cut.kv_heads),
         )  # fmt: skip
@@ -121,7 +98,7 @@ def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -
 
 def check_group(config: ModelConfig, group: ParallelGroup, device: str, tokens: int, least_piece_tokens: int) -> float | None:
     """Logits of the group against rank 0 alone with the same weights, on GPUs also out of a graph. Returns: the least cosine, on rank 0"""
-    whole = RandomWeights(config, device, 5).model(projections="bf16_qkv")
+    whole = RandomWeights(config, device, 5).model(projections=SERVED_PROJECTIONS)
     batch, blocks = random_prompt(config, tokens, 3)
     offset = uniform_logits(config, tokens + 100, device, 2)
 
@@ -176,7 +153,7 @@ def time_layout(
             "model": f"gpt-oss-{model}", "layout": f"tp{group.size}" + (f"-ep{ep}" if ep > 1 else ""), "tokens": tokens, "pieces": count,
             "graph": in_graph,
             "median_ms": round(statistics.median(kept), 3), "min_ms": round(kept[0], 3), "max_ms": round(kept[-1], 3), "runs": len(kept),
-            "projections": "bf16_qkv", "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(forward, prompts[0]),
+            "projections": SERVED_PROJECTIONS, "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(forward, prompts[0]),
         }  # fmt: skip
 
 
@@ -257,17 +234,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers-unique", type=int, default=4, help="reuse the weights of this many distinct layers")
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--compile", action="store_true", help="internal: compile ahead and leave")
     parser.add_argument("--rank", type=int, help="internal: this process is a rank")
     parser.add_argument("--rendezvous", default="")
     parser.add_argument("--key", default="")
     args = parser.parse_args()
-    if args.compile:
-        compile_ahead(args.model, args.tp, args.tokens)
-    elif args.rank is not None:
+    if args.rank is not None:
         rank_main(args)
     else:
-        compile_ahead(args.model, args.tp, args.tokens)
+        cuda_library.build(NAME)
         results = run_group(args.model, args.tp, args.tokens, args.layers_unique)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "prefill_ranks.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -36,13 +36,13 @@ from model.fixture import write_random_fixture
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
-from model.prefill_weights import Projections, prepare_prefill_weights
+from model.prefill_weights import SERVED_PROJECTIONS, Projections, prepare_prefill_weights
 from model.weights import load_shard
 
 MODULES = (model.prefill_cuda, model.prefill_inputs, model.prefill_pieces, model.prefill_projections)
 OPS = (
-    "add_norm", "add_norm_quantize", "combine", "combine_norm", "combine_norm_quantize", "gemm_fp8", "grouped_gemm_fp8", "permute_rows",
-    "quantize_rows", "rope_write_kv", "route", "swiglu_quantize", "window_attention",
+    "add_norm", "add_norm_quantize", "combine", "combine_norm", "combine_norm_quantize", "experts_down", "experts_gate_up", "gemm_fp8",
+    "permute_rows", "quantize_rows", "rope_write_kv", "route", "window_attention",
 )  # fmt: skip
 TOLERANCE = 2e-2  # relative: single FP8 rounding steps, bf16 outputs
 BLOCK_SIZE = 16
@@ -177,7 +177,7 @@ def _attention(shadow: Shadow, name: str, run: Callable) -> Callable:
     return checked
 
 
-def run_sizes(device: str, size: dict[str, int], projections: Projections = "bf16_qkv") -> tuple[ModelConfig, Shadow]:
+def run_sizes(device: str, size: dict[str, int], projections: Projections = SERVED_PROJECTIONS) -> tuple[ModelConfig, Shadow]:
     """A prompt of 200 tokens, then a chunk of 37, of one layer after the other. Returns: the sizes, and what was seen"""
     with tempfile.TemporaryDirectory() as folder:
         config = write_random_fixture(Path(folder), vocab_size=1024, **size)
@@ -209,13 +209,13 @@ def check_size(device: str, size: dict[str, int], projections: Projections) -> s
 def check_sizes(device: str = "cuda") -> Iterator[str]:
     """Every set of sizes with both kinds of projections. Compiles some fifty GEMMs, minutes the first time."""
     for size in SIZES:
-        for projections in ("fp8", "bf16_qkv"):
+        for projections in ("fp8", SERVED_PROJECTIONS):
             yield check_size(device, size, projections)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:  # the number of one set of sizes, with the projections that are served
-        print(check_size("cuda", SIZES[int(sys.argv[1])], "bf16_qkv"), flush=True)
+        print(check_size("cuda", SIZES[int(sys.argv[1])], SERVED_PROJECTIONS), flush=True)
     else:
         for line in check_sizes():
             print(line, flush=True)

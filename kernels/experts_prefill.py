@@ -1,7 +1,7 @@
 """The FP8 experts of prefill on Hopper: gate/up with SwiGLU and quantisation in one launch, down in another (`cuda/experts_prefill.cu`).
 
-Owns the row order that these kernels want of their weights and the launches; elsewhere than on a GPU their twins are `grouped_gemm_fp8` and
-`swiglu_quantize`. Tokens are padded to 8 inside a tile and not in the buffer, so any row alignment will do.
+Owns the row order that these kernels want of their weights, and the launches. Weights have one scale per 128 rows, tokens one each and
+hidden rows one for all (`docs/decisions/even-scales.md`).
 Legend: M rows of the expert buffer, E local experts, C hidden_size, I intermediate_size, R weight rows, P padded columns.
 """
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from common.errors import ShapeError
 from kernels import cuda_library
-from kernels.gemm_fp8 import grouped_gemm_fp8
-from kernels.moe_prefill import ExpertRows, swiglu_quantize
-from kernels.quantize import empty_fp8_rows
-from kernels.reference import FP8_BLOCK, hidden_scale
+from kernels.gemm_fp8 import dequant_weight
+from kernels.moe_prefill import ExpertRows
+from kernels.quantize import BIAS_COLUMNS, padded_columns
+from kernels.reference import FP8_BLOCK, fp8_dequant_rows_ref, fp8_quant_hidden_ref, hidden_scale, swiglu_ref
 
 NAME = "experts_prefill"
 FEW_ROWS, MIDDLE_ROWS = 48, 144
@@ -46,16 +46,23 @@ def down_order(rows: int) -> Tensor:
     return (i & ~(TILE_ROWS - 1)) + 4 * pair + 2 * upper + odd
 
 
-def order_rows(values: Tensor, order: Tensor) -> Tensor:
-    """values [E, R, P] float8_e4m3fn -> the rows in this order, [E, len(order), P]; scales of 128 rows stay as they are."""
-    missing = order.shape[0] - values.shape[1]
-    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, missing)) if missing > 0 else values.view(torch.uint8)
-    return padded[:, order.to(values.device)].view(torch.float8_e4m3fn)
-
-
 def restore_rows(values: Tensor, order: Tensor, rows: int) -> Tensor:
-    """Inverse of `order_rows`."""
+    """values [E, len(order), P] in this order -> [E, rows, P]."""
     return values.view(torch.uint8)[:, torch.argsort(order)[:rows].to(values.device)].view(torch.float8_e4m3fn)
+
+
+def grouped_product_ref(q: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's rows times that expert's weight.
+
+    Shapes: q [M, P] float8_e4m3fn; scales [M, 1] fp32; weight [E, R, P] float8_e4m3fn; weight_scales [E, ceil(R / 128), P / 128]
+    Returns: [M, R] fp32, zeros past the last expert's rows
+    """
+    out = torch.zeros(q.shape[0], weight.shape[1], device=q.device)
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        out[start:end] = fp8_dequant_rows_ref(q[start:end], scales[start:end], q.shape[1]) @ dequant_weight(weight[e], weight_scales[e]).t()
+        start = end
+    return out
 
 
 def empty_counters(device: torch.device | str) -> Tensor:
@@ -64,8 +71,8 @@ def empty_counters(device: torch.device | str) -> Tensor:
 
 
 def mode_of(rows_per_expert: float) -> int:
-    """How the blocks of a cluster divide the work. 0: for up to 64 rows; 1: two blocks share an expert's tokens and have weight rows of their
-    own; 2: they share weight rows and have half of the tokens each.
+    """How the blocks of a cluster divide the work. 0 and 1: two blocks share an expert's tokens and have weight rows of their own, 0 with
+    tiles of few tokens; 2: they share weight rows and have half of the tokens each.
 
     Units: rows_per_expert: the mean over experts
     """
@@ -73,59 +80,55 @@ def mode_of(rows_per_expert: float) -> int:
 
 
 def experts_gate_up(
-    expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *, alpha: float = 1.702,
-    limit: float = 7.0, bias_columns: int = 0, mode: int | None = None,
+    expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *, mode: int,
+    alpha: float = 1.702, limit: float = 7.0,
 ) -> Tensor:  # fmt: skip
-    """Gate/up product, SwiGLU and FP8 of the hidden rows.
+    """Gate/up product, SwiGLU and FP8 of the hidden rows, with `BIAS_COLUMNS` behind them.
 
     Shapes: weight [E, 2I rounded up to 128, P] float8_e4m3fn in `gate_up_order`, bias inside; weight_scales [E, ceil(2I / 128), P / 128],
-        the same along P as `fold_bias` leaves them; the rows' scales are the same along P too
-    Shapes: counters: `empty_counters`
-    Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`; rows past an expert's end hold anything
+        the same along P, as `fold_bias` leaves them
+    Shapes: counters: `empty_counters`. Units: mode: `mode_of`
+    Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`; rows past the last expert's hold anything
     Effects: capturable; no host sync
     Raises: ShapeError
-    Source: `grouped_gemm_fp8`, `swiglu_quantize`
+    Source: `grouped_product_ref`, `swiglu_ref`, `fp8_quant_hidden_ref`
     """
     if not cuda_library.runs(weight):
         plain = restore_rows(weight, gate_up_order(2 * intermediate), 2 * intermediate)
-        product = grouped_gemm_fp8(expert_rows.q, expert_rows.scales, plain, weight_scales, expert_rows)
-        return swiglu_quantize(product, expert_rows, alpha=alpha, limit=limit, bias_columns=bias_columns)[0]
+        product = grouped_product_ref(expert_rows.q, expert_rows.scales, plain, weight_scales, expert_rows.ends)
+        return fp8_quant_hidden_ref(swiglu_ref(product, alpha=alpha, limit=limit), hidden_scale(limit), BIAS_COLUMNS)
     if intermediate % 4:
         raise ShapeError(f"the kernel takes multiples of 4 hidden columns, got {intermediate}")
-    q, _ = empty_fp8_rows(expert_rows.q.shape[0], intermediate, weight.device, bias_columns)
+    rows = expert_rows.q.shape[0]
+    q = torch.empty((rows, padded_columns(intermediate, BIAS_COLUMNS)), dtype=torch.float8_e4m3fn, device=weight.device)
     cuda_library.call(
-        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, counters,
-        expert_rows.q.shape[0], weight.shape[0], expert_rows.alignment, weight.shape[1], weight.shape[2] // FP8_BLOCK, q.shape[1],
-        intermediate, bias_columns, alpha, limit, hidden_scale(limit), _mode(expert_rows, weight, mode), _grid(weight),
+        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, counters, rows,
+        weight.shape[0], weight.shape[1], weight.shape[2] // FP8_BLOCK, q.shape[1], intermediate, BIAS_COLUMNS, alpha, limit,
+        hidden_scale(limit), mode, _grid(weight),
     )  # fmt: skip
     return q
 
 
 def experts_down(
-    q: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows, counters: Tensor, *, limit: float = 7.0,
-    mode: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows, counters: Tensor, *, mode: int, limit: float = 7.0
+) -> Tensor:
     """Down product.
 
     Shapes: q [M, P] float8_e4m3fn from `experts_gate_up`; weight [E, C, P] float8_e4m3fn in `down_order`, bias inside
-    Returns: [M, C] bf16 on CUDA, fp32 elsewhere; rows past an expert's end hold anything
+    Returns: [M, C] bf16 on CUDA, fp32 elsewhere; rows past the last expert's hold anything
     Effects: capturable; no host sync
-    Source: `grouped_gemm_fp8`
+    Source: `grouped_product_ref`
     """
     hidden = weight.shape[1]
     if not cuda_library.runs(weight):
-        scales = torch.full((q.shape[0], q.shape[1] // FP8_BLOCK), hidden_scale(limit))
-        return grouped_gemm_fp8(q, scales, restore_rows(weight, down_order(hidden), hidden), weight_scales, expert_rows)
+        scales = torch.full((q.shape[0], 1), hidden_scale(limit))
+        return grouped_product_ref(q, scales, restore_rows(weight, down_order(hidden), hidden), weight_scales, expert_rows.ends)
     out = torch.empty((q.shape[0], hidden), dtype=torch.bfloat16, device=q.device)
     cuda_library.call(
-        NAME, "experts_down", q, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], weight.shape[0],
-        expert_rows.alignment, hidden, weight.shape[2] // FP8_BLOCK, hidden_scale(limit), _mode(expert_rows, weight, mode), _grid(weight),
+        NAME, "experts_down", q, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], weight.shape[0], hidden,
+        weight.shape[2] // FP8_BLOCK, hidden_scale(limit), mode, _grid(weight),
     )  # fmt: skip
     return out
-
-
-def _mode(expert_rows: ExpertRows, weight: Tensor, mode: int | None) -> int:
-    return mode_of(expert_rows.rows.numel() / weight.shape[0]) if mode is None else mode
 
 
 def _grid(weight: Tensor) -> int:

@@ -1,6 +1,6 @@
-"""Row movement of the prefill MoE: permutation by expert, SwiGLU with re-quantisation, weighted combine with residual and next norm.
+"""Row movement of the prefill MoE: permutation by expert, weighted combine with residual and next norm.
 
-The two grouped GEMMs between these passes are `gemm_fp8.grouped_gemm_fp8`. Biases are inside those GEMMs (`gemm_fp8.fold_bias`).
+The products between these passes are those of `experts_prefill`, biases inside.
 Legend: T tokens, k experts_per_token, E local experts, M rows of the buffer, C hidden_size, I intermediate_size, P padded to 128.
 """
 
@@ -11,24 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.quantize import empty_fp8_rows
-from kernels.reference import (
-    FP8_BLOCK,
-    combine_rows_ref,
-    fp8_quant_hidden_ref,
-    fp8_quant_rows_bias_ref,
-    hidden_scale,
-    rms_norm_ref,
-    swiglu_ref,
-)
+from kernels.quantize import empty_fp8_rows, empty_scales
+from kernels.reference import combine_rows_ref, fp8_quant_rows_bias_ref, rms_norm_ref
 from kernels.router import Routing
 
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """FP8 rows sorted by expert, each expert starting at a multiple of `alignment`; rows between hold anything and are never read back.
+    """FP8 rows sorted by expert without gaps; rows past the last expert's hold anything and are never read back.
 
-    Shapes: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32 group-major; ends [E] int32: one past each expert's last row
+    Shapes: q [M, P] float8_e4m3fn; scales [M, 1] fp32; ends [E] int32: one past each expert's last row
     Shapes: rows [T, k] int32: where (token, choice) went, -1 if not local
     """
 
@@ -36,65 +28,41 @@ class ExpertRows:
     scales: Tensor
     ends: Tensor
     rows: Tensor
-    alignment: int
 
 
-def row_bound(num_tokens: int, experts_per_token: int, num_local_experts: int, alignment: int) -> int:
+def row_bound(num_tokens: int, experts_per_token: int, num_local_experts: int) -> int:
     """Rows that hold any routing of `num_tokens` tokens: known on the host without reading the routing."""
-    filled = num_tokens * min(experts_per_token, num_local_experts)
-    rows = filled + min(num_local_experts, filled) * (alignment - 1)
-    return -(-rows // alignment) * alignment
+    return num_tokens * min(experts_per_token, num_local_experts)
 
 
-def permute_rows(q: Tensor, scales: Tensor, routing: Routing, *, alignment: int, first_expert: int = 0) -> ExpertRows:
+def permute_rows(q: Tensor, scales: Tensor, routing: Routing, *, first_expert: int = 0) -> ExpertRows:
     """Copies each token's FP8 row to its experts' rows: quantised once, copied k times.
 
-    Shapes: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32
+    Shapes: q [T, P] float8_e4m3fn; scales [T, 1] fp32, from `quantize_rows` with bias columns
     Returns: ExpertRows with M = row_bound(...)
     Effects: capturable; no host sync
     Source: `expert_rows_ref` (the order within an expert may differ)
     """
     tokens, top_k = routing.expert_ids.shape
     experts = routing.counts.shape[0]
-    out_q, out_scales = empty_fp8_rows(row_bound(tokens, top_k, experts, alignment), q.shape[1], q.device)
+    bound = row_bound(tokens, top_k, experts)
+    out_q = torch.empty((bound, q.shape[1]), dtype=q.dtype, device=q.device)
+    out_scales = empty_scales(bound, 1, q.device)
     if not q.is_cuda:
-        aligned = -(-routing.counts // alignment) * alignment
-        start = (torch.cumsum(aligned, 0) - aligned).int()
+        start = (torch.cumsum(routing.counts, 0) - routing.counts).int()
         local = (routing.expert_ids - first_expert).clamp(0, experts - 1).long()
         rows = torch.where(routing.ranks >= 0, start[local] + routing.ranks, -1).int()
         token, choice = (rows >= 0).nonzero(as_tuple=True)
         target = rows[token, choice].long()
         out_q.view(torch.uint8)[target] = q.view(torch.uint8)[token]
         out_scales[target] = scales[token]
-        return ExpertRows(out_q, out_scales, start + routing.counts, rows, alignment)
+        return ExpertRows(out_q, out_scales, start + routing.counts, rows)
     from kernels.triton_ops.moe_prefill import launch_permute_rows
 
     ends = torch.empty(experts, dtype=torch.int32, device=q.device)
     rows = torch.empty((tokens, top_k), dtype=torch.int32, device=q.device)
-    launch_permute_rows(
-        routing.expert_ids, routing.ranks, routing.counts, q, scales, rows, ends, out_q, out_scales, first_expert, alignment
-    )
-    return ExpertRows(out_q, out_scales, ends, rows, alignment)
-
-
-def swiglu_quantize(
-    gate_up: Tensor, expert_rows: ExpertRows, *, alpha: float = 1.702, limit: float = 7.0, bias_columns: int = 0
-) -> tuple[Tensor, Tensor]:
-    """SwiGLU over interleaved gate and up columns, then FP8.
-
-    Shapes: gate_up [M, 2I] bf16, bias inside
-    Returns: q [M, P] float8_e4m3fn; scales [M, P / 128] fp32, all `hidden_scale(limit)`; rows past an expert's end hold anything
-    Effects: capturable; no host sync
-    Source: `swiglu_ref`, `fp8_quant_hidden_ref`
-    """
-    if not gate_up.is_cuda:
-        q = fp8_quant_hidden_ref(swiglu_ref(gate_up.float(), alpha=alpha, limit=limit), hidden_scale(limit), bias_columns)
-        return q, torch.full((q.shape[0], q.shape[1] // FP8_BLOCK), hidden_scale(limit))
-    from kernels.triton_ops.moe_prefill import launch_swiglu_quantize
-
-    q, scales = empty_fp8_rows(gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device, bias_columns)
-    launch_swiglu_quantize(gate_up, expert_rows.ends, q, scales, alpha, limit, expert_rows.alignment, bias_columns)
-    return q, scales
+    launch_permute_rows(routing.expert_ids, routing.ranks, routing.counts, q, scales, rows, ends, out_q, out_scales, first_expert)
+    return ExpertRows(out_q, out_scales, ends, rows)
 
 
 def combine_norm_quantize(

@@ -30,7 +30,7 @@ def add_norm_quantize(
     Shapes: residual, delta [T, C] bf16 contiguous; weight, delta_bias [C] float; inverse_rms [T] fp32: filled with 1 / RMS when given
     Shapes: out: q and scales to fill, rows of larger ones from `empty_fp8_rows` for instance; None makes them
     Units: bias_columns: padding columns of the result that hold exactly 1.0 (see `quantize_rows`)
-    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32; the norm reads the residual as rounded to its dtype
+    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32, with bias columns [T, 1]; the norm reads the residual as rounded to its dtype
     Effects: residual is updated when delta is given; capturable; no host sync
     Raises: ShapeError
     Source: `rms_norm_ref` then `fp8_quant_rows_bias_ref`

@@ -1,4 +1,4 @@
-"""FP8 row quantisation (1x128) and the scale layout that DeepGEMM loads without a transpose.
+"""FP8 row quantisation (1x128 for DeepGEMM, one scale a row for experts) and the scale layout that DeepGEMM loads without a transpose.
 
 Owns how activations look in FP8 on their way into a GEMM. Weights are quantised at conversion, not here. Called by `model/` and by the
 other prefill ops. Legend: T tokens, C columns, P columns padded to a multiple of 128.
@@ -38,18 +38,19 @@ def empty_scales(rows: int, groups: int, device: torch.device | str) -> Tensor:
 
 
 def empty_fp8_rows(rows: int, columns: int, device: torch.device | str, bias_columns: int = 0) -> tuple[Tensor, Tensor]:
-    """Uninitialised payload [rows, P] float8_e4m3fn and its scales [rows, P / 128]; P = padded_columns(columns, bias_columns)."""
+    """Uninitialised payload [rows, P] float8_e4m3fn and its scales, P = padded_columns(columns, bias_columns): [rows, P / 128], with bias
+    columns [rows, 1]."""
     padded = padded_columns(columns, bias_columns)
     payload = torch.empty((rows, padded), dtype=torch.float8_e4m3fn, device=device)
-    return payload, empty_scales(rows, padded // FP8_BLOCK, device)
+    return payload, empty_scales(rows, 1 if bias_columns else padded // FP8_BLOCK, device)
 
 
 def quantize_rows(x: Tensor, *, bias_columns: int = 0) -> tuple[Tensor, Tensor]:
-    """FP8 e4m3 with one scale per row and 128 columns.
+    """FP8 e4m3 with one scale per row and 128 columns, or with bias columns one per row.
 
     Shapes: x [T, C] float, rows contiguous
     Units: bias_columns: padding columns that hold exactly 1.0 after scaling, for a GEMM whose weight carries its bias there
-    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32, group-major on CUDA
+    Returns: q [T, P] float8_e4m3fn; scales [T, P / 128], with bias columns [T, 1], fp32, group-major on CUDA
     Effects: capturable in a CUDA graph; no host sync
     Raises: ShapeError if the bias columns would cross a group
     Source: `fp8_quant_rows_bias_ref`

@@ -272,7 +272,7 @@ def fp8_quant_rows_ref(x: Tensor, *, scale_pow2: bool = False) -> tuple[Tensor, 
 
 
 def fp8_dequant_rows_ref(q: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """Inverse of `fp8_quant_rows_ref`: q [T, P] float8_e4m3fn, scales [T, P/128] -> [T, columns] fp32."""
+    """Inverse of `fp8_quant_rows_ref`: q [T, P] float8_e4m3fn, scales [T, P/128] or [T, 1] -> [T, columns] fp32."""
     return (q.float().unflatten(-1, (-1, FP8_BLOCK)) * scales[..., None]).flatten(-2)[..., :columns]
 
 
@@ -304,19 +304,18 @@ def fp8_quant_rows_bias_ref(x: Tensor, bias_columns: int) -> tuple[Tensor, Tenso
     """A row in FP8 whose first `bias_columns` padding columns hold exactly 1.0, so that a GEMM can carry its bias there.
 
     Shapes: x [T, C]; P = C + bias_columns rounded up to a multiple of 128
-    Returns: q [T, P] float8_e4m3fn; scales [T, P/128] fp32. With bias columns all scales of a row are the same power of two >= 2^-8
-        (1 / scale is exact in e4m3); without it is `fp8_quant_rows_ref`
+    Returns: q [T, P] float8_e4m3fn; scales fp32: [T, 1], powers of two >= 2^-8 (1 / scale is exact in e4m3); without bias columns it is
+        `fp8_quant_rows_ref`
     """
     if bias_columns == 0:
         return fp8_quant_rows_ref(x)
     amax = torch.nn.functional.pad(x.float().abs(), (0, 1)).amax(-1)
     scale = torch.exp2(torch.ceil(torch.log2((amax / FP8_MAX).clamp(min=2.0**-8))))
-    q = _fp8_with_ones(x.float(), scale[:, None], bias_columns)
-    return q, scale[:, None].repeat(1, q.shape[1] // FP8_BLOCK)
+    return _fp8_with_ones(x.float(), scale[:, None], bias_columns), scale[:, None]
 
 
 def fp8_quant_hidden_ref(hidden: Tensor, scale: float, bias_columns: int) -> Tensor:
-    """Hidden rows of experts in FP8 with one scale for all of them, a power of two. Shapes: hidden [T, C]. Returns: q [T, P] float8_e4m3fn"""
+    """Hidden rows of experts in FP8 with one scale for all, a power of two. Shapes: hidden [T, C]. Returns: q [T, P] float8_e4m3fn"""
     return _fp8_with_ones(hidden.float(), torch.tensor(scale, device=hidden.device), bias_columns)
 
 
@@ -333,8 +332,8 @@ def _fp8_with_ones(x: Tensor, scale: Tensor, bias_columns: int) -> Tensor:
     return q.to(torch.float8_e4m3fn)
 
 
-def expert_rows_ref(expert_ids: Tensor, first_expert: int, num_local_experts: int, alignment: int) -> tuple[Tensor, Tensor]:
-    """Places each (token, choice) in a row buffer sorted by expert, every expert starting at a multiple of `alignment`.
+def expert_rows_ref(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> tuple[Tensor, Tensor]:
+    """Places each (token, choice) in a row buffer sorted by expert.
 
     Shapes: expert_ids [T, k] int
     Returns: rows [T, k] int32, -1 where the expert is not local; ends [num_local_experts] int32: one past each expert's last row
@@ -345,8 +344,8 @@ def expert_rows_ref(expert_ids: Tensor, first_expert: int, num_local_experts: in
     for e in range(num_local_experts):
         chosen = (local == e).nonzero(as_tuple=True)[0]
         rows[chosen] = start + torch.arange(chosen.numel(), device=local.device)
-        ends.append(start + chosen.numel())
-        start = -(-ends[-1] // alignment) * alignment
+        start += chosen.numel()
+        ends.append(start)
     return rows.view(expert_ids.shape).int(), torch.tensor(ends, dtype=torch.int32, device=expert_ids.device)
 
 

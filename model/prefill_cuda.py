@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prefill import AttentionHeads, attention_workspace
-from kernels.gemm_fp8 import grouped_gemm_fp8, row_alignment
-from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows, swiglu_quantize
+from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up, mode_of
+from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows
 from kernels.norm import add_norm, add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS
 from kernels.reference import rms_norm_ref, yarn_inv_freq_ref
@@ -82,6 +82,7 @@ class CudaPrefill:
         self._paged = PagedAttention(config, self.heads, block_size, self.workspace)
         self._prompt = PromptChunkAttention(config, self.heads, block_size, self.workspace) if contiguous else None
         self.pieces = pieces
+        self._counters = empty_counters(self.device)
         self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if contiguous and group.size > 1 else None
 
     @torch.no_grad()
@@ -190,11 +191,13 @@ class CudaPrefill:
             residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
             first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
         )  # fmt: skip
-        alignment = row_alignment(residual.shape[0] * config.experts_per_token / config.num_experts)
-        expert_rows = permute_rows(*rows, routing, alignment=alignment, first_expert=layer.first_expert)
-        gate_up = grouped_gemm_fp8(expert_rows.q, expert_rows.scales, *layer.gate_up, expert_rows)
-        h = swiglu_quantize(gate_up, expert_rows, alpha=config.swiglu_alpha, limit=config.swiglu_limit, bias_columns=BIAS_COLUMNS)
-        return grouped_gemm_fp8(*h, *layer.down, expert_rows), routing, expert_rows.rows
+        mode = mode_of(residual.shape[0] * config.experts_per_token / config.num_experts)
+        expert_rows = permute_rows(*rows, routing, first_expert=layer.first_expert)
+        hidden = experts_gate_up(
+            expert_rows, *layer.gate_up, layer.intermediate, self._counters, mode=mode, alpha=config.swiglu_alpha, limit=config.swiglu_limit
+        )  # fmt: skip
+        y = experts_down(hidden, *layer.down, expert_rows, self._counters, mode=mode, limit=config.swiglu_limit)
+        return y, routing, expert_rows.rows
 
     def _logits(self, residual: Tensor) -> Tensor:
         x = rms_norm_ref(residual, self.weights.norm, self.config.rms_norm_eps)

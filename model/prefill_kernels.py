@@ -1,4 +1,4 @@
-"""Compiles the kernels of the prefill forward before a rank starts: FlashInfer's, DeepGEMM's and Triton's, into the caches ranks look into.
+"""Compiles the kernels of the prefill forward before a rank starts: FlashInfer's, Triton's and our own, into the caches ranks look into.
 
 Kernels depend on the sizes of a layer, not on its weights or on how many layers there are: so one layer of zeros stands for all. Called by
 `tandem prepare` on nodes with a GPU; a rank that finds nothing compiled compiles the same at its start.

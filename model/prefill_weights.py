@@ -1,7 +1,7 @@
 """A rank's weights as the FP8 prefill forward wants them, made once at load from what `model/weights.py` read.
 
-Experts are FP8 in 128x128 blocks with their columns padded once, biases in the padding; projections are the same or stay bf16, as the
-caller chooses. Called by the prefill worker's ranks and by benchmarks.
+Experts are FP8 with one scale per 128 rows, their rows in the kernel's order, biases in the columns' padding; projections are FP8 in
+128x128 blocks or stay bf16, as the caller chooses. Called by the prefill worker's ranks and by benchmarks.
 Legend: C hidden_size, E local experts, I local intermediate, R rows, P padded columns.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from kernels.experts_prefill import down_order, gate_up_order
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP8_BLOCK, fp8_quant_blocks_ref
@@ -21,9 +22,8 @@ from kernels.router import fold_router
 from model.config import ModelConfig
 from model.shards import ExpertMatrix, Fp8Matrix, LayerShard, Mxfp4Matrix, ShardWeights
 
-BIAS_BLOCK_SCALE = 2.0**-12  # of a block that holds nothing but bias, where the columns fill whole blocks; grows with the bias
 Projections = Literal["fp8", "bf16", "bf16_qkv"]  # which of the QKV and output projections are FP8: both, none, the output's
-SERVED_PROJECTIONS: Projections = "bf16_qkv"  # the fastest choice that keeps a layer's output within cosine 0.999 of fp32
+SERVED_PROJECTIONS: Projections = "bf16"  # what keeps a layer's output within cosine 0.999 of fp32 (docs/decisions/even-scales.md)
 
 
 class Fp8Weight(NamedTuple):
@@ -39,7 +39,8 @@ class PrefillLayer:
 
     Shapes: qkv [(H + 2K) * D, P] in FP8 or [.., C] in bf16; qkv_bias [(H + 2K) * D]; sinks [H] fp32; o [C, H * D]; o_bias [C]
     Shapes: router [2 * all experts, C] from `fold_router`, the MoE norm inside; router_bias [all experts]
-    Shapes: gate_up [E, 2I, P] and down [E, C, P], biases folded in; norms [C]
+    Shapes: gate_up [E, 2I rounded up to 128, P] in `gate_up_order` and down [E, C, P] in `down_order`, biases folded in; norms [C]
+    Units: intermediate: I
     """
 
     attn_norm: Tensor
@@ -54,6 +55,7 @@ class PrefillLayer:
     gate_up: Fp8Weight
     down: Fp8Weight
     first_expert: int
+    intermediate: int
     num_kv_heads: int
 
 
@@ -99,20 +101,26 @@ def fp8_matrix(matrix: ExpertMatrix) -> Fp8Matrix:
     return Fp8Matrix(values, scales, matrix.shape[1], matrix.shape[2])
 
 
-def pack_experts(matrix: Fp8Matrix, bias: Tensor, device: torch.device | str) -> Fp8Weight:
-    """Experts' matrices without row padding, with room for the bias columns, bias folded in.
+def pack_experts(matrix: Fp8Matrix, bias: Tensor, order: Tensor, device: torch.device | str) -> Fp8Weight:
+    """Experts' matrices with their rows in this order, with room for the bias columns, scales even and bias folded in.
 
-    Shapes: bias [E, rows] fp32
+    Shapes: bias [E, rows] fp32; order [rows or more] int64: which row lies where, numbers from `rows` on mean a row of zeros
+    Effects: takes one expert at a time to the device
     """
-    experts = matrix.values.shape[0]
+    experts, rows = matrix.values.shape[0], order.shape[0]
     padded = padded_columns(matrix.columns, BIAS_COLUMNS)
     kept = min(padded, matrix.values.shape[2])
-    values = torch.zeros((experts, matrix.rows, padded), dtype=torch.float8_e4m3fn, device=device)
-    values[:, :, :kept] = matrix.values[:, : matrix.rows, :kept].to(device)
-    shape = (experts, matrix.scales.shape[1], padded // FP8_BLOCK)
-    scales = torch.full(shape, BIAS_BLOCK_SCALE, dtype=torch.float32, device=device)
-    scales[:, :, : kept // FP8_BLOCK] = matrix.scales[:, :, : kept // FP8_BLOCK].to(device)
-    fold_bias(values, scales, bias.to(device), matrix.columns, BIAS_COLUMNS)
+    order = order.to(device)
+    values = torch.zeros((experts, rows, padded), dtype=torch.float8_e4m3fn, device=device)
+    for expert in range(experts):
+        source = matrix.values[expert, :rows, :kept].to(device).to(values.dtype).view(torch.uint8)
+        missing = rows - source.shape[0]
+        source = torch.nn.functional.pad(source, (0, 0, 0, missing)) if missing else source
+        values.view(torch.uint8)[expert, :, :kept] = source[order]
+    scales = torch.ones((experts, -(-rows // FP8_BLOCK), padded // FP8_BLOCK), dtype=torch.float32, device=device)
+    scales[:, :, : kept // FP8_BLOCK] = matrix.scales[:, : scales.shape[1], : kept // FP8_BLOCK].to(device)
+    ordered_bias = torch.nn.functional.pad(bias.to(device), (0, rows - bias.shape[1]))[:, order]
+    fold_bias(values, scales, ordered_bias, matrix.columns, BIAS_COLUMNS)
     return Fp8Weight(values, scales)
 
 
@@ -129,8 +137,9 @@ def _prepare_layer(config: ModelConfig, layer: LayerShard, device: torch.device 
         mlp_norm=layer.mlp_norm.to(device),
         router=fold_router(layer.router.to(device), layer.mlp_norm.to(device)),
         router_bias=layer.router_bias.to(device),
-        gate_up=pack_experts(fp8_matrix(experts.gate_up), experts.gate_up_bias, device),
-        down=pack_experts(fp8_matrix(experts.down), experts.down_bias, device),
+        gate_up=pack_experts(fp8_matrix(experts.gate_up), experts.gate_up_bias, gate_up_order(2 * experts.intermediate), device),
+        down=pack_experts(fp8_matrix(experts.down), experts.down_bias, down_order(config.hidden_size), device),
         first_expert=experts.first_expert,
+        intermediate=experts.intermediate,
         num_kv_heads=(layer.qkv.shape[0] // config.head_dim - num_qo_heads) // 2,
     )

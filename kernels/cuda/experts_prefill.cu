@@ -61,7 +61,7 @@ struct Plan {
   const int32_t* ends;             // [experts], one past each expert's last row
   void* out;                       // gate/up: [buffer rows, out_columns] FP8; down: bf16
   int32_t* counters;               // [groups of tiles handed out, clusters that are done], zero before and after
-  int experts, alignment, buffer_rows, rows, blocks, out_columns;
+  int experts, buffer_rows, rows, blocks, out_columns;
   int intermediate, bias_columns;  // gate/up
   float alpha, limit;
   float hidden_scale;
@@ -135,10 +135,9 @@ __device__ __forceinline__ int entries(int experts) { return experts + min(LATE,
 template <class M>
 __device__ __forceinline__ void list_work(Shared<M>& s, const Plan& plan, int row_blocks) {
   for (int e = threadIdx.x; e < plan.experts; e += THREADS) {
-    const int before = e > 0 ? plan.ends[e - 1] : 0;
-    const int first = (before + plan.alignment - 1) / plan.alignment * plan.alignment;
+    const int first = e > 0 ? plan.ends[e - 1] : 0;
     s.first_token[e] = first;
-    s.eights[e] = static_cast<int16_t>((max(plan.ends[e] - first, 0) + 7) / 8);
+    s.eights[e] = static_cast<int16_t>((plan.ends[e] - first + 7) / 8);
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -464,8 +463,9 @@ int launch_mode(const Plan& plan, int multiprocessors, void* stream) {
 template <bool IS_GATE_UP>
 int start(Plan& plan, const void* q, const void* weights, int mode, int multiprocessors, void* stream) {
   if (plan.experts > MAX_EXPERTS || plan.blocks < 1 || plan.buffer_rows > 8 * 32767) return -1;
-  if (plan.buffer_rows == 0 || plan.rows == 0) return 0;
-  int error = describe_rows(&plan.weights, weights, 128 * plan.blocks, plan.rows, plan.experts, ROWS);
+  if (plan.buffer_rows == 0 || all_rows<IS_GATE_UP>(plan) == 0) return 0;
+  // A rank without a piece of its experts has no weights to describe, but bias columns to fill.
+  int error = plan.rows == 0 ? 0 : describe_rows(&plan.weights, weights, 128 * plan.blocks, plan.rows, plan.experts, ROWS);
   for (int i = 0; i < NUM_WIDTHS && error == 0; i++)
     error = describe_rows(&plan.tokens[i], q, 128 * plan.blocks, plan.buffer_rows, 1, WIDTHS[i]);
   if (error != 0) return error;
@@ -477,18 +477,18 @@ int start(Plan& plan, const void* q, const void* weights, int mode, int multipro
 }  // namespace
 
 extern "C" int experts_gate_up(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
-                               void* out, int32_t* counters, int buffer_rows, int experts, int alignment, int rows, int blocks, int out_columns,
+                               void* out, int32_t* counters, int buffer_rows, int experts, int rows, int blocks, int out_columns,
                                int intermediate, int bias_columns, float alpha, float limit, float hidden_scale, int mode, int multiprocessors,
                                void* stream) {
-  Plan plan = {{}, {}, scales, weight_scales, ends, out, counters, experts, alignment, buffer_rows, rows, blocks, out_columns,
+  Plan plan = {{}, {}, scales, weight_scales, ends, out, counters, experts, buffer_rows, rows, blocks, out_columns,
                intermediate, bias_columns, alpha, limit, hidden_scale};
   return start<true>(plan, q, weights, mode, multiprocessors, stream);
 }
 
 extern "C" int experts_down(const void* q, const int32_t* ends, const void* weights, const float* weight_scales, void* out, int32_t* counters,
-                            int buffer_rows, int experts, int alignment, int rows, int blocks, float hidden_scale, int mode, int multiprocessors,
+                            int buffer_rows, int experts, int rows, int blocks, float hidden_scale, int mode, int multiprocessors,
                             void* stream) {
-  Plan plan = {{}, {}, nullptr, weight_scales, ends, out, counters, experts, alignment, buffer_rows, rows, blocks, rows, 0, 0, 0.0f, 0.0f,
+  Plan plan = {{}, {}, nullptr, weight_scales, ends, out, counters, experts, buffer_rows, rows, blocks, rows, 0, 0, 0.0f, 0.0f,
                hidden_scale};
   return start<false>(plan, q, weights, mode, multiprocessors, stream);
 }

@@ -73,11 +73,11 @@ def _combine_norm_quantize(
 def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, inverse_rms, eps: float, bias_columns: int) -> None:
     """residual [T, C] (updated when delta is given); delta [T, C] or None; inverse_rms [T] fp32 or None: filled.
 
-    With scales [T, P/128]: q [T, P] fp8; without: q [T, C] takes the norm itself.
+    With scales [T, P/128], or [T, 1] with bias columns: q [T, P] fp8; without: q [T, C] takes the norm itself.
     """
     rows, columns = residual.shape
     fp8 = scales is not None
-    groups = scales.shape[1] if fp8 else triton.cdiv(columns, 128)  # bias columns after whole groups are a group more
+    groups = q.shape[1] // 128 if fp8 else triton.cdiv(columns, 128)  # bias columns after whole groups are a group more
     _add_norm_quantize[(rows,)](
         residual, residual if delta is None else delta, weight if delta_bias is None else delta_bias, weight, q, scales if fp8 else q,
         weight if inverse_rms is None else inverse_rms, scales.stride(1) if fp8 else 0, eps,

@@ -20,14 +20,14 @@ def group_scales(x, EVEN: tl.constexpr):
 
 @triton.jit
 def store_row_fp8(x, group, column, q_ptr, scale_ptr, row, scale_stride, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BIAS: tl.constexpr):
-    """Quantises one row held as x [G, 128] fp32 (zeros past COLUMNS) and stores payload and scales; with bias columns they are even."""
+    """Quantises one row held as x [G, 128] fp32 (zeros past COLUMNS); stores payload and scales, with bias columns one for all groups."""
     scale = group_scales(x, BIAS > 0)
     inverse = 1.0 / scale
     q = x * inverse[:, None]
     if BIAS:
         q = tl.where((column >= COLUMNS) & (column < COLUMNS + BIAS), inverse[:, None], q)
     tl.store(q_ptr + row.to(tl.int64) * (GROUPS * 128) + column, q.to(q_ptr.dtype.element_ty), mask=column < GROUPS * 128)
-    tl.store(scale_ptr + group * scale_stride + row, scale, mask=group < GROUPS)
+    tl.store(scale_ptr + group * scale_stride + row, scale, mask=group < (1 if BIAS else GROUPS))
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -43,9 +43,9 @@ def _quantize_rows(
 
 
 def launch_quantize_rows(x, q, scales, bias_columns: int) -> None:
-    """x [T, C]; q [T, P] fp8; scales [T, P/128] fp32 with row stride 1: filled."""
+    """x [T, C]; q [T, P] fp8; scales [T, P/128], or [T, 1] with bias columns, fp32 with row stride 1: filled."""
     rows, columns = x.shape
-    groups = scales.shape[1]
+    groups = q.shape[1] // 128
     _quantize_rows[(rows,)](
         x, q, scales, x.stride(0), scales.stride(1),
         COLUMNS=columns, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), BIAS=bias_columns, num_warps=4,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from benchmarks.prefill_shadow import Shadow, check_sizes
-from kernels.moe_prefill import permute_rows, swiglu_quantize
+from kernels.moe_prefill import permute_rows
 from kernels.quantize import quantize_rows
 from kernels.router import Routing
 
@@ -23,17 +23,20 @@ def test_the_first_op_that_departs_from_its_twin_is_named():
 
 def test_rows_of_the_buffer_that_hold_no_token_do_not_count():
     shadow = Shadow()
-    routing = Routing(torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), torch.tensor([[0], [1]]).int(), torch.tensor([2]).int())
-    rows = permute_rows(*quantize_rows(torch.randn(2, 64)), routing, alignment=16)
+    routing = Routing(torch.tensor([[0], [0], [1]]).int(), torch.ones(3, 1), torch.tensor([[0], [1], [-1]]).int(), torch.tensor([2]).int())
+    rows = permute_rows(*quantize_rows(torch.randn(3, 64), bias_columns=32), routing)
 
-    def with_other_garbage(gate_up, rows):
-        q, scales = swiglu_quantize(gate_up, rows)
-        q[2:] = float("nan")
-        return q, scales
+    def product(rows):
+        return rows.q.float() * rows.scales
 
-    shadow.wrap("swiglu_quantize", with_other_garbage, swiglu_quantize)(torch.randn(rows.q.shape[0], 64), rows)
+    def with_other_garbage(rows):
+        out = product(rows)
+        out[2:] = float("nan")
+        return out
+
+    shadow.wrap("experts_down", with_other_garbage, product)(rows)
     assert shadow.departures == []
-    assert shadow.worst["swiglu_quantize"] == 0.0
+    assert shadow.worst["experts_down"] == 0.0
 
 
 @pytest.mark.gpu

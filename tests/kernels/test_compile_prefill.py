@@ -8,7 +8,6 @@ import pytest
 
 KERNELS = {
     "quantize_rows", "add_norm_quantize", "combine_norm_quantize", "rope_write_kv", "choose", "window_attention", "permute_rows",
-    "swiglu_quantize",
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels.moe_prefill import combine, combine_norm_quantize, permute_rows, row_bound, swiglu_quantize
+from kernels.moe_prefill import combine, combine_norm_quantize, permute_rows, row_bound
 from kernels.quantize import quantize_rows
 from kernels.reference import expert_rows_ref
 from kernels.router import Routing, _ranks_ref
@@ -18,13 +18,12 @@ class Case:
     experts: int = 5
     top_k: int = 3
     columns: int = 192
-    alignment: int = 16
     pattern: str = "random"
     first_expert: int = 0
     all_experts: int = 5
 
     def __str__(self) -> str:
-        return f"T{self.tokens}-E{self.first_expert}+{self.experts}of{self.all_experts}-k{self.top_k}-A{self.alignment}-{self.pattern}"
+        return f"T{self.tokens}-E{self.first_expert}+{self.experts}of{self.all_experts}-k{self.top_k}-{self.pattern}"
 
 
 CASES = [
@@ -34,8 +33,8 @@ CASES = [
     Case(15, pattern="one", top_k=1),
     Case(20, experts=2, first_expert=2),
     Case(9, columns=2880),
-    Case(33, alignment=32),
-    Case(19, columns=256, experts=8, all_experts=8, top_k=4, alignment=32),  # the trained fixture: the bias columns are a group more
+    Case(33),
+    Case(19, columns=256, experts=8, all_experts=8, top_k=4),  # the trained fixture: the bias columns are a group more
 ]
 
 
@@ -59,7 +58,7 @@ def permuted(case: Case):
     routing = routing_of(case)
     q, scales = quantize_rows(x, bias_columns=32)
     return routing, q, scales, permute_rows(
-        q, scales, routing, alignment=case.alignment, first_expert=case.first_expert
+        q, scales, routing, first_expert=case.first_expert
     )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def test_permute_rows_kernel_copies_bytes_to_their_rows(case):
     rows, ends = poisoned(case.tokens, case.top_k, dtype=torch.int32), poisoned(case.experts, dtype=torch.int32)
     ops.launch_permute_rows(
         routing.expert_ids, routing.ranks, routing.counts, q, group_major(scales), rows, ends, out_q, out_scales,
-        case.first_expert, case.alignment,
+        case.first_expert,
     )  # fmt: skip
     assert torch.equal(rows, expected.rows)
     assert torch.equal(ends, expected.ends)
@@ -85,24 +84,11 @@ def test_permute_rows_kernel_copies_bytes_to_their_rows(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_permute_rows_matches_the_placement_twin(case):
     routing, _, _, rows = permuted(case)
-    expected_rows, expected_ends = expert_rows_ref(routing.expert_ids, case.first_expert, case.experts, case.alignment)
+    expected_rows, expected_ends = expert_rows_ref(routing.expert_ids, case.first_expert, case.experts)
     assert torch.equal(rows.rows, expected_rows)
     assert torch.equal(rows.ends, expected_ends)
-    assert rows.q.shape[0] == row_bound(case.tokens, case.top_k, case.experts, case.alignment)
+    assert rows.q.shape[0] == row_bound(case.tokens, case.top_k, case.experts)
     assert int(rows.ends.max()) <= rows.q.shape[0]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_swiglu_quantize_kernel_equals_reference_on_used_rows(case):
-    ops = interpreted_ops("moe_prefill")
-    _, _, _, rows = permuted(case)
-    used = rows.rows[rows.rows >= 0].long()
-    gate_up = torch.full((rows.q.shape[0], 2 * case.columns), UNREAD).bfloat16()
-    gate_up[used] = (4 * torch.randn(used.numel(), 2 * case.columns)).bfloat16()
-    q, scales = poisoned_fp8_rows(gate_up.shape[0], case.columns, 32)
-    ops.launch_swiglu_quantize(gate_up, rows.ends, q, scales, 1.702, 7.0, rows.alignment, 32)
-    expected = swiglu_quantize(gate_up, rows, bias_columns=32)
-    assert_fp8_rows_equal((q[used], scales[used]), (expected[0][used], expected[1][used]), str(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -29,9 +29,9 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def poisoned_fp8_rows(rows: int, columns: int, bias_columns: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload [rows, P] fp32 (to be rounded by the comparison) and group-major scales, all NaN."""
+    """Payload [rows, P] fp32 (to be rounded by the comparison) and group-major scales, all NaN; with bias columns one scale a row."""
     padded = padded_columns(columns, bias_columns)
-    scales = empty_scales(rows, padded // FP8_BLOCK, "cpu")
+    scales = empty_scales(rows, 1 if bias_columns else padded // FP8_BLOCK, "cpu")
     return poisoned(rows, padded), scales.fill_(float("nan"))
 
 
@@ -48,7 +48,7 @@ def assert_fp8_rows_equal(got: tuple[torch.Tensor, torch.Tensor], expected: tupl
     value = fp8_dequant_rows_ref(q, scales, q.shape[1])
     reference = fp8_dequant_rows_ref(expected[0], expected[1], q.shape[1])
     assert not value.isnan().any(), f"{label}: {int(value.isnan().sum())} elements were never written"
-    step = reference.abs() * 0.13 + expected[1].repeat_interleave(FP8_BLOCK, 1) * 2.0**-9
+    step = reference.abs() * 0.13 + expected[1].repeat_interleave(q.shape[1] // scales.shape[1], 1) * 2.0**-9
     bad = (value - reference).abs() > step
     assert not bad.any(), f"{label}: first bad {bad.nonzero()[0].tolist()}, got {value[bad][0]}, expected {reference[bad][0]}"
     assert differs.float().mean() < 5e-3, f"{label}: {differs.float().mean():.4f} of the payload differs"

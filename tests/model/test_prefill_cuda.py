@@ -11,9 +11,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, NotSupportedError, ServingError
 from common.rank_spec import RankSpec
-from kernels import moe_prefill, norm, quantize
+from kernels import experts_prefill, moe_prefill, norm, quantize
 from kernels.quantize import empty_fp8_rows
-from kernels.reference import fp8_quant_blocks_ref, fp8_quant_rows_bias_ref
+from kernels.reference import fp8_quant_blocks_ref, fp8_quant_hidden_ref, fp8_quant_rows_bias_ref
 from model import prefill_pieces, prefill_weights
 from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.build import build_model
@@ -82,7 +82,13 @@ def exact_formats(monkeypatch):
         exact = torch.zeros(q.shape)
         exact[:, : x.shape[1]] = x.float()
         exact[:, x.shape[1] : x.shape[1] + bias_columns] = 1.0
-        return exact / scales.repeat_interleave(128, 1), scales
+        return exact / scales.repeat_interleave(q.shape[1] // scales.shape[1], 1), scales
+
+    def hidden(x: Tensor, scale: float, bias_columns: int) -> Tensor:
+        exact = torch.zeros(fp8_quant_hidden_ref(x, scale, bias_columns).shape)
+        exact[:, : x.shape[1]] = x.float()
+        exact[:, x.shape[1] : x.shape[1] + bias_columns] = 1.0
+        return exact / scale
 
     def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
         q, scales = fp8_quant_blocks_ref(weight)
@@ -98,6 +104,7 @@ def exact_formats(monkeypatch):
         monkeypatch.setattr(module, "fp8_quant_rows_bias_ref", rows)
     for module in (quantize, norm, moe_prefill, prefill_pieces):
         monkeypatch.setattr(module, "empty_fp8_rows", empty_rows)
+    monkeypatch.setattr(experts_prefill, "fp8_quant_hidden_ref", hidden)
     monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
 
 
@@ -256,15 +263,16 @@ def test_mxfp4_experts_are_refused(tiny):
         prepare_prefill_weights(tiny.config, shard, "cpu")
 
 
-def test_a_bias_in_a_block_of_its_own_is_kept_to_fp32(tiny):
+def test_a_bias_in_a_block_of_its_own_is_kept_to_the_least_step(tiny):
     """Columns that fill whole blocks leave the bias no block with weights to share a scale with."""
     matrix = Fp8Matrix(*fp8_quant_blocks_ref(torch.randn(3, 200, 256)), 200, 256)
-    bias = torch.randn(3, 200) * torch.tensor([[0.01], [1.0], [90.0]])
-    packed = pack_experts(matrix, bias, "cpu")
+    bias = torch.randn(3, 200) * torch.tensor([[0.01], [1.0], [40.0]])
+    packed = pack_experts(matrix, bias, torch.arange(200), "cpu")
     assert packed.values.shape == (3, 200, 384)
-    assert torch.equal(packed.scales[:, :, :2], matrix.scales)
-    folded = packed.values[:, :, 256:].float().sum(2) * packed.scales[:, :, 2].repeat_interleave(128, 1)[:, :200]
-    assert bool(((folded - bias).abs() <= 1e-6 * bias.abs().amax(1, keepdim=True).clamp(min=1.0)).all())
+    assert torch.equal(packed.scales, matrix.scales.amax(2, keepdim=True).expand(3, 2, 3))
+    scale = packed.scales[:, :, 2].repeat_interleave(128, 1)[:, :200]
+    folded = packed.values[:, :, 256:].float().sum(2) * scale
+    assert bool(((folded - bias).abs() <= scale * 2.0**-10).all())
 
 
 def test_what_a_prefill_pool_on_cuda_cannot_serve_is_refused(tiny, tmp_path):

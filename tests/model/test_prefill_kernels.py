@@ -42,9 +42,9 @@ def test_a_blank_layer_has_the_sizes_of_a_real_one_and_every_length_is_run(tiny,
 
     monkeypatch.setattr("model.prefill_kernels.CudaPrefill", Seen)
     compile_prefill_kernels(
-        tiny.config, tp=tp, ep=ep, block_size=16, projections="bf16_qkv", device="cpu", lengths=(1, 40), buckets=()
+        tiny.config, tp=tp, ep=ep, block_size=16, projections="bf16", device="cpu", lengths=(1, 40), buckets=()
     )  # fmt: skip
     assert run == [1, 40]
     shard = load_shard(tiny.path, tiny.config, tp=tp, ep=ep, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8")
-    real = prepare_prefill_weights(tiny.config, shard, "cpu", projections="bf16_qkv")
+    real = prepare_prefill_weights(tiny.config, shard, "cpu", projections="bf16")
     assert shapes(made[0]) == shapes(real)
