@@ -1,6 +1,6 @@
 # One image for every pod: head, ranks, router, frontend. Built from the project's folder:
 #   docker build --build-arg VERSION=0.1.0 --tag tandem:0.1.0 .
-# The devel image stays below the final stage, since FlashInfer, DeepGEMM and Triton compile for the GPU that a pod has.
+# The devel image stays below the final stage, since FlashInfer and Triton compile for the GPU that a pod has.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 FROM ghcr.io/astral-sh/uv:0.9.5 AS uv
@@ -28,7 +28,7 @@ COPY decode_worker decode_worker
 COPY cluster cluster
 COPY frontend frontend
 RUN uv pip install --no-cache --no-deps .
-# CUDA kernels need the compiler alone. FlashInfer, DeepGEMM and Triton need a GPU: a pod's `prepare` compiles theirs.
+# CUDA kernels need the compiler alone. FlashInfer and Triton need a GPU: a pod's `prepare` compiles theirs.
 ENV HOME=/opt/home
 RUN mkdir -p /opt/home && /opt/tandem/bin/python -c "from kernels.cuda_library import build_all; build_all()"
 

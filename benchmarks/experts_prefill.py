@@ -1,9 +1,9 @@
-"""The experts of prefill on a GPU: right in every mode, and how fast, in one run.
+"""The experts of prefill on a GPU: right however a cluster divides the work, and how fast, in one run.
 
     python3 benchmarks/experts_prefill.py --out DIR
 
 Everything runs in children with a time limit, so that a kernel that hangs costs one part only. Rounds of 0.3 s alternate between the
-modes, long enough for the card to come to its power limit; fresh random inputs. Writes DIR/experts_prefill.txt and .jsonl.
+ways, long enough for the card to come to its power limit; fresh random inputs. Writes DIR/experts_prefill.txt and .jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from benchmarks.prefill_checks import check_experts
 from benchmarks.prefill_random import RandomWeights, gpt_oss_config
 from kernels import cuda_library
-from kernels.experts_prefill import NAME, empty_counters, experts_down, experts_gate_up, mode_of
+from kernels.experts_prefill import NAME, empty_counters, experts_down, experts_gate_up, split_tokens
 from kernels.moe_prefill import ExpertRows, permute_rows
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
 from kernels.router import Routing, _ranks_ref
@@ -46,12 +46,12 @@ def routing_of(config: ModelConfig, tokens: int, *, is_skewed: bool) -> Routing:
     return Routing(*(t.to(DEVICE) for t in (ids, torch.full(ids.shape, 0.25), ranks, counts)))
 
 
-def steps_of(layer: PrefillLayer, rows: ExpertRows, mode: int) -> list[Step]:
+def steps_of(layer: PrefillLayer, rows: ExpertRows, mean: float) -> list[Step]:
     counters = empty_counters(DEVICE)
-    q = experts_gate_up(rows, *layer.gate_up, layer.intermediate, counters, mode=mode)
+    q = experts_gate_up(rows, *layer.gate_up, layer.intermediate, counters, rows_per_expert=mean)
     return [
-        ("gate_up", lambda: experts_gate_up(rows, *layer.gate_up, layer.intermediate, counters, mode=mode)),
-        ("down", lambda: experts_down(q, *layer.down, rows, counters, mode=mode)),
+        ("gate_up", lambda: experts_gate_up(rows, *layer.gate_up, layer.intermediate, counters, rows_per_expert=mean)),
+        ("down", lambda: experts_down(q, *layer.down, rows, counters, rows_per_expert=mean)),
     ]
 
 
@@ -84,21 +84,26 @@ def time_model(model: str, say: Callable[[str], None], record: Callable[[dict], 
         for is_skewed in (False, True) if tokens == 8192 else (False,):
             x = torch.randn(tokens, config.hidden_size, device=DEVICE).bfloat16()
             rows = permute_rows(*quantize_rows(x, bias_columns=BIAS_COLUMNS), routing_of(config, tokens, is_skewed=is_skewed))
-            served = mode_of(config.experts_per_token * tokens / config.num_experts)
-            ways = {mode: steps_of(layer, rows, mode) for mode in ((0, 1, 2) if tokens <= 2048 else (1, 2))}
-            seen: dict[int, list[dict[str, float]]] = {mode: [] for mode in ways}
+            served = split_tokens(config.experts_per_token * tokens / config.num_experts)
+            ways = {split_tokens(mean): steps_of(layer, rows, mean) for mean in (1.0, 1000.0)}
+            seen: dict[bool, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(ROUNDS):
-                for mode, steps in ways.items():
-                    seen[mode].append(round_us(steps))
-            for mode, rounds in seen.items():
+                for way, steps in ways.items():
+                    seen[way].append(round_us(steps))
+            for way, rounds in seen.items():
                 mean = {step: sum(r[step] for r in rounds) / len(rounds) for step in rounds[0]}
                 total = sum(mean.values())
                 parts = ", ".join(f"{step} {us:.0f}" for step, us in mean.items())
-                name = f"mode {mode}{' (served)' if mode == served else ''}{', skewed' if is_skewed else ''}"
-                say(f"{model} {tokens:6d} {name:24s} {total:7.0f} us a layer ({parts}), {flops * tokens / total / 1e6:5.0f} useful TFLOP/s")
+                name = (
+                    ("weight rows" if way else "tokens")
+                    + " shared"
+                    + (", served" if way == served else "")
+                    + (", skewed" if is_skewed else "")
+                )
+                say(f"{model} {tokens:6d} {name:36s} {total:7.0f} us a layer ({parts}), {flops * tokens / total / 1e6:5.0f} useful TFLOP/s")
                 record(
-                    {"model": f"gpt-oss-{model}", "tokens": tokens, "mode": mode, "is_served": mode == served, "is_skewed": is_skewed,
-                     "us": {k: round(v, 1) for k, v in mean.items()}, "total_us": round(total, 1)}
+                    {"model": f"gpt-oss-{model}", "tokens": tokens, "shares_weight_rows": way, "is_served": way == served,
+                     "is_skewed": is_skewed, "us": {k: round(v, 1) for k, v in mean.items()}, "total_us": round(total, 1)}
                 )  # fmt: skip
 
 
@@ -106,11 +111,7 @@ def parts() -> dict[str, tuple[Callable[[Callable[[str], None], Callable[[dict],
     """What a child can do, and the seconds it may take."""
     table = {"build": (lambda say, record: say(f"ok   built {cuda_library.build(NAME).name}"), 90.0)}
     for model in LENGTHS:
-        for mode in (0, 1, 2):
-            table[f"check {model} {mode}"] = (
-                lambda say, record, model=model, mode=mode: say(f"ok   {check_experts(model, (mode,))}"),
-                30.0,
-            )
+        table[f"check {model}"] = (lambda say, _, model=model: say(f"ok   {check_experts(model)}"), 30.0)
     for model in LENGTHS:
         table[f"time {model}"] = (lambda say, record, model=model: time_model(model, say, record), 40.0)
     return table

@@ -12,7 +12,7 @@ import torch
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
 from kernels.attention_prompt import PromptAttention, window_attention
-from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up, mode_of
+from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up
 from kernels.gemm_fp8 import gemm_fp8
 from kernels.moe_prefill import combine_norm_quantize, permute_rows
 from kernels.norm import add_norm_quantize
@@ -112,19 +112,19 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     routing = routed()
     gate_up_bytes, down_bytes = experts * 5760 * 2944, experts * 2880 * 2944
     yield "permute_rows", floor(5 * fp8), time_us(lambda: permute_rows(*placed_rows, routing))
-    placed, counters, mode = permute_rows(*placed_rows, routing), empty_counters(DEVICE), mode_of(4 * tokens / experts)
+    placed, counters, mean = permute_rows(*placed_rows, routing), empty_counters(DEVICE), 4 * tokens / experts
 
     def gate_up():
-        return experts_gate_up(placed, *layer.gate_up, layer.intermediate, counters, mode=mode)
+        return experts_gate_up(placed, *layer.gate_up, layer.intermediate, counters, rows_per_expert=mean)
 
     least = floor(gate_up_bytes + 8 * fp8, 8 * tokens * 5760 * 2880)
-    yield f"gate_up, SwiGLU, mode {mode}", least, time_us(gate_up)
+    yield "gate_up, SwiGLU", least, time_us(gate_up)
     q8 = gate_up()
 
     def down():
-        return experts_down(q8, *layer.down, placed, counters, mode=mode)
+        return experts_down(q8, *layer.down, placed, counters, rows_per_expert=mean)
 
-    yield f"down, mode {mode}", floor(down_bytes + 4 * (fp8 + row), 8 * tokens * 2880 * 2880), time_us(down)
+    yield "down", floor(down_bytes + 4 * (fp8 + row), 8 * tokens * 2880 * 2880), time_us(down)
     y = down()
     yield (
         "combine_norm_quantize",

@@ -41,7 +41,7 @@ def steps(config: Config, pool: PoolNode) -> list[Step]:
     if config.cluster.device != "cpu":
         needed.append(Step("compiled CUDA kernels", _kernels))
         if pool.role == "prefill":
-            what = f"kernels of FlashInfer, DeepGEMM and Triton for TP{pool.layout.tp}"
+            what = f"kernels of FlashInfer and Triton for TP{pool.layout.tp}"
             needed.append(Step(what, lambda: _prefill_kernels(config, pool)))
     return needed
 

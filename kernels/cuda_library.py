@@ -1,6 +1,6 @@
 """Builds and calls the CUDA C++ sources in `kernels/cuda/`: nvcc to one shared library a source, ctypes to call it.
 
-No torch headers, so a build takes seconds and no ABI ties it to a torch version. Called by the decode kernels' modules; nothing is
+No torch headers, so a build takes seconds and no ABI ties it to a torch version. Called by the kernels' modules; nothing is
 built at import. Libraries are cached under the user's cache folder by a hash of the sources and the compiler.
 """
 
@@ -22,7 +22,8 @@ from common.errors import KernelError, UnsupportedArch
 
 SOURCES = Path(__file__).parent / "cuda"
 NAMES = (
-    "moe_decode", "dense_decode", "attention_full", "attention_sliding", "decode_fused", "sampling", "peers", "kv_copy", "device_memory"
+    "moe_decode", "dense_decode", "attention_full", "attention_sliding", "decode_fused", "sampling", "peers", "kv_copy", "device_memory",
+    "experts_prefill",
 )  # fmt: skip
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared", "-lineinfo")
 
@@ -35,7 +36,7 @@ def build(name: str) -> Path:
     """
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
-        raise UnsupportedArch("the decode kernels are compiled at first use and nvcc is not on PATH; install the CUDA toolkit")
+        raise UnsupportedArch("the CUDA kernels are compiled at first use and nvcc is not on PATH; install the CUDA toolkit")
     digest = hashlib.sha256(" ".join((nvcc, *FLAGS)).encode())
     for path in (*sorted(SOURCES.glob("*.cuh")), SOURCES / f"{name}.cu"):
         digest.update(path.read_bytes())

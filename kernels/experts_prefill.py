@@ -18,7 +18,8 @@ from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP8_BLOCK, fp8_dequant_rows_ref, fp8_quant_hidden_ref, hidden_scale, swiglu_ref
 
 NAME = "experts_prefill"
-FEW_ROWS, MIDDLE_ROWS = 48, 144
+MOST_SHARED_ROWS = 160
+MAX_EXPERTS, COLUMN_STEP = 128, 4
 TILE_ROWS = 16  # of the tensor cores' operand, in whose fragments a thread holds rows 8 apart
 
 
@@ -46,6 +47,15 @@ def down_order(rows: int) -> Tensor:
     return (i & ~(TILE_ROWS - 1)) + 4 * pair + 2 * upper + odd
 
 
+def check_sizes(experts: int, intermediate: int) -> None:
+    """Raises: ShapeError where the kernels have no instance for a rank's experts"""
+    if experts > MAX_EXPERTS or intermediate % COLUMN_STEP:
+        raise ShapeError(
+            f"{experts} experts of {intermediate} hidden columns on a rank: the kernels take {MAX_EXPERTS} at most and multiples of "
+            f"{COLUMN_STEP} columns"
+        )
+
+
 def restore_rows(values: Tensor, order: Tensor, rows: int) -> Tensor:
     """values [E, len(order), P] in this order -> [E, rows, P]."""
     return values.view(torch.uint8)[:, torch.argsort(order)[:rows].to(values.device)].view(torch.float8_e4m3fn)
@@ -70,47 +80,58 @@ def empty_counters(device: torch.device | str) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def mode_of(rows_per_expert: float) -> int:
-    """How the blocks of a cluster divide the work. 0 and 1: two blocks share an expert's tokens and have weight rows of their own, 0 with
-    tiles of few tokens; 2: they share weight rows and have half of the tokens each.
+def split_tokens(rows_per_expert: float) -> bool:
+    """How the two blocks of a cluster divide an expert's work: they share its weight rows and have half of its tokens each (True), or they
+    share its tokens and have weight rows of their own. Measured, us a layer (120b; 20b at 128 rows and again at 1,024):
 
-    Units: rows_per_expert: the mean over experts
+    | rows an expert | share weight rows | share tokens |
+    |---|---|---|
+    | 32 | 962 | 826 |
+    | 128 | 328 | 299 |
+    | 256 | 1,600 | 1,698 |
+    | 1,024 | 5,750; 1,425 | 5,993; 1,522 |
+
+    Units: rows_per_expert: the mean over experts; a tile of shared tokens holds 176
     """
-    return 0 if rows_per_expert <= FEW_ROWS else 1 if rows_per_expert <= MIDDLE_ROWS else 2
+    return rows_per_expert > MOST_SHARED_ROWS
 
 
 def experts_gate_up(
-    expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *, mode: int,
-    alpha: float = 1.702, limit: float = 7.0,
+    expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *,
+    rows_per_expert: float, alpha: float = 1.702, limit: float = 7.0,
 ) -> Tensor:  # fmt: skip
     """Gate/up product, SwiGLU and FP8 of the hidden rows, with `BIAS_COLUMNS` behind them.
 
     Shapes: weight [E, 2I rounded up to 128, P] float8_e4m3fn in `gate_up_order`, bias inside; weight_scales [E, ceil(2I / 128), P / 128],
         the same along P, as `fold_bias` leaves them
-    Shapes: counters: `empty_counters`. Units: mode: `mode_of`
+    Shapes: counters: `empty_counters`. Units: rows_per_expert: `split_tokens`
     Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`; rows past the last expert's hold anything
     Effects: capturable; no host sync
-    Raises: ShapeError
     Source: `grouped_product_ref`, `swiglu_ref`, `fp8_quant_hidden_ref`
     """
     if not cuda_library.runs(weight):
         plain = restore_rows(weight, gate_up_order(2 * intermediate), 2 * intermediate)
         product = grouped_product_ref(expert_rows.q, expert_rows.scales, plain, weight_scales, expert_rows.ends)
         return fp8_quant_hidden_ref(swiglu_ref(product, alpha=alpha, limit=limit), hidden_scale(limit), BIAS_COLUMNS)
-    if intermediate % 4:
-        raise ShapeError(f"the kernel takes multiples of 4 hidden columns, got {intermediate}")
     rows = expert_rows.q.shape[0]
     q = torch.empty((rows, padded_columns(intermediate, BIAS_COLUMNS)), dtype=torch.float8_e4m3fn, device=weight.device)
     cuda_library.call(
         NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, counters, rows,
         weight.shape[0], weight.shape[1], weight.shape[2] // FP8_BLOCK, q.shape[1], intermediate, BIAS_COLUMNS, alpha, limit,
-        hidden_scale(limit), mode, _grid(weight),
+        hidden_scale(limit), split_tokens(rows_per_expert), _grid(weight),
     )  # fmt: skip
     return q
 
 
 def experts_down(
-    q: Tensor, weight: Tensor, weight_scales: Tensor, expert_rows: ExpertRows, counters: Tensor, *, mode: int, limit: float = 7.0
+    q: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    expert_rows: ExpertRows,
+    counters: Tensor,
+    *,
+    rows_per_expert: float,
+    limit: float = 7.0,
 ) -> Tensor:
     """Down product.
 
@@ -126,7 +147,7 @@ def experts_down(
     out = torch.empty((q.shape[0], hidden), dtype=torch.bfloat16, device=q.device)
     cuda_library.call(
         NAME, "experts_down", q, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], weight.shape[0], hidden,
-        weight.shape[2] // FP8_BLOCK, hidden_scale(limit), mode, _grid(weight),
+        weight.shape[2] // FP8_BLOCK, hidden_scale(limit), split_tokens(rows_per_expert), _grid(weight),
     )  # fmt: skip
     return out
 

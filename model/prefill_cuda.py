@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_prefill import AttentionHeads, attention_workspace
-from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up, mode_of
+from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up
 from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows
 from kernels.norm import add_norm, add_norm_quantize
 from kernels.quantize import BIAS_COLUMNS
@@ -191,12 +191,13 @@ class CudaPrefill:
             residual, inverse_rms, layer.router, layer.router_bias, config.experts_per_token, counts,
             first_expert=layer.first_expert, num_tokens=num_tokens, logit_offset=offset,
         )  # fmt: skip
-        mode = mode_of(residual.shape[0] * config.experts_per_token / config.num_experts)
+        mean = residual.shape[0] * config.experts_per_token / config.num_experts
         expert_rows = permute_rows(*rows, routing, first_expert=layer.first_expert)
         hidden = experts_gate_up(
-            expert_rows, *layer.gate_up, layer.intermediate, self._counters, mode=mode, alpha=config.swiglu_alpha, limit=config.swiglu_limit
+            expert_rows, *layer.gate_up, layer.intermediate, self._counters, rows_per_expert=mean, alpha=config.swiglu_alpha,
+            limit=config.swiglu_limit,
         )  # fmt: skip
-        y = experts_down(hidden, *layer.down, expert_rows, self._counters, mode=mode, limit=config.swiglu_limit)
+        y = experts_down(hidden, *layer.down, expert_rows, self._counters, rows_per_expert=mean, limit=config.swiglu_limit)
         return y, routing, expert_rows.rows
 
     def _logits(self, residual: Tensor) -> Tensor:

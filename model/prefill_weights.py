@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from kernels.experts_prefill import down_order, gate_up_order
+from kernels.experts_prefill import check_sizes, down_order, gate_up_order
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
 from kernels.reference import FP8_BLOCK, fp8_quant_blocks_ref
@@ -76,7 +76,8 @@ def prepare_prefill_weights(
 
     Units: projections: "fp8" is the fastest; "bf16_qkv" keeps Q, K and V exact, where FP8 costs the most accuracy; "bf16" both
     Effects: the shard's expert tensors are copied to the device one layer at a time; dense ones are quantised
-    Raises: ConfigError if the shard's experts are MXFP4: an FP8 pool loads what `tandem convert` wrote
+    Raises: ConfigError if the shard's experts are MXFP4: an FP8 pool loads what `tandem convert` wrote; ShapeError if the experts' sizes
+        have no kernel
     """
     layers = tuple(_prepare_layer(config, layer, device, projections) for layer in shard.layers)
     return PrefillWeights(shard.embed.to(device), layers, shard.norm.to(device), shard.lm_head.to(device))
@@ -126,6 +127,7 @@ def pack_experts(matrix: Fp8Matrix, bias: Tensor, order: Tensor, device: torch.d
 
 def _prepare_layer(config: ModelConfig, layer: LayerShard, device: torch.device | str, projections: Projections) -> PrefillLayer:
     experts = layer.experts
+    check_sizes(experts.gate_up_bias.shape[0], experts.intermediate)
     num_qo_heads = layer.sinks.shape[0]
     return PrefillLayer(
         attn_norm=layer.attn_norm.to(device),

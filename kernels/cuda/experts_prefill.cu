@@ -2,56 +2,35 @@
 // the 64-row operand of the tensor cores and tokens the columns, so that an expert's tokens are padded to 8 and not to a tile of 128.
 //
 // A block's tile is 256 weight rows x up to `MAX_WIDTH` tokens of one expert. One thread fetches both into a ring of stages of 128 columns
-// each; two warpgroups multiply 128 rows each and go their own way. Blocks of a cluster share weight rows, tokens or both, and each fetches a
-// part of what they share for all. A row of weights and a token have one scale each (`docs/decisions/even-scales.md`), so sums stay in the
-// tensor cores' own registers over all columns: the next stage's products start before the last one's are done, and scales are applied
-// once at the end. Row order of the weights: `kernels/experts_prefill.py`.
+// each; two warpgroups multiply 128 rows each and go their own way. The two blocks of a cluster share weight rows or tokens, and each fetches
+// half of what they share for both. A row of weights and a token have one scale each (`docs/decisions/even-scales.md`), so sums stay in the
+// tensor cores' registers over all columns: the next stage's products start before the last one's are done, and scales are applied once at
+// the end. Row order of the weights: `kernels/experts_prefill.py`.
 #include "hopper.cuh"
 
 namespace {
 
-constexpr int QUEUE = 2;
+constexpr int STAGES = 4, QUEUE = 2;
+constexpr int CLUSTER = 2;
 constexpr int MAX_EXPERTS = 128;
 constexpr int LATE = 32;  // experts whose last row block comes at the very end
-constexpr int WARPGROUPS = 2, ROWS = 128;  // of a warpgroup
+constexpr int WARPGROUPS = 2, ROWS = 128, BLOCK_ROWS = WARPGROUPS * ROWS;  // of a warpgroup, of a block
 constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 // A block never has more registers than it was launched with, which is 168 a thread: taking more waits for ever.
 static_assert(128 * (PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
 
-// How the blocks of a cluster divide a tile: `TOKEN_PARTS` blocks have the same weight rows and a part of the tokens each, `ROW_PARTS` the
-// same tokens and rows of their own.
-template <int TOKEN_PARTS_, int ROW_PARTS_, int MAX_WIDTH_, int STAGES_>
-struct Mode {
-  static constexpr int TOKEN_PARTS = TOKEN_PARTS_, ROW_PARTS = ROW_PARTS_, CLUSTER = TOKEN_PARTS * ROW_PARTS;
-  static constexpr int MAX_WIDTH = MAX_WIDTH_, STAGES = STAGES_;
-  static constexpr int BLOCK_ROWS = WARPGROUPS * ROWS, TILE_ROWS = ROW_PARTS * BLOCK_ROWS;
-  static constexpr int WRITERS = TOKEN_PARTS + ROW_PARTS - 1;  // blocks that copy into one block
-  __device__ static __forceinline__ int rank() { return CLUSTER > 1 ? static_cast<int>(blockIdx.x % CLUSTER) : 0; }
-  __device__ static __forceinline__ int token_part() { return rank() % TOKEN_PARTS; }
-  __device__ static __forceinline__ int row_part() { return rank() / TOKEN_PARTS; }
-  // The block that copies number `i` of those that copy into this one.
-  __device__ static __forceinline__ int writer(int i) {
-    return i < TOKEN_PARTS ? row_part() * TOKEN_PARTS + i : (row_part() + 1 + i - TOKEN_PARTS) % ROW_PARTS * TOKEN_PARTS + token_part();
-  }
-  // Whom a copy of weights or tokens goes to.
-  __device__ static __forceinline__ uint32_t same_rows() { return ((1u << TOKEN_PARTS) - 1) << (row_part() * TOKEN_PARTS); }
-  __device__ static __forceinline__ uint32_t same_tokens() {
-    uint32_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < ROW_PARTS; i++) mask |= 1u << (i * TOKEN_PARTS + token_part());
-    return mask;
-  }
-};
-using Few = Mode<1, 2, 64, 5>;
-using Middle = Mode<1, 2, 176, 4>;
-using Many = Mode<2, 1, 176, 4>;
-
 // Tokens of a tile that there is code for.
-constexpr int WIDTHS[] = {16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192};
-constexpr int NUM_WIDTHS = sizeof(WIDTHS) / sizeof(WIDTHS[0]);
+constexpr int WIDTHS[] = {16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176};
+constexpr int NUM_WIDTHS = sizeof(WIDTHS) / sizeof(WIDTHS[0]), MAX_WIDTH = WIDTHS[NUM_WIDTHS - 1];
 __device__ __forceinline__ int width_index(int tokens) { return tokens <= 64 ? max((tokens + 15) / 16 - 1, 0) : (tokens + 7) / 8 - 5; }
 __device__ __forceinline__ int width_of(int index) { return index < 4 ? 16 * (index + 1) : 8 * (index + 5); }
+
+// How the two blocks of a cluster divide a tile: the same weight rows and half of the tokens each, or the same tokens and 256 rows each.
+template <bool SPLIT_TOKENS>
+struct Mode {
+  static constexpr int TILE_ROWS = SPLIT_TOKENS ? BLOCK_ROWS : CLUSTER * BLOCK_ROWS, TILE_PARTS = SPLIT_TOKENS ? CLUSTER : 1;
+};
 
 struct Plan {
   CUtensorMap weights;             // [experts, rows, columns] FP8
@@ -74,12 +53,11 @@ struct Tile {
   int token, count, width;  // first row of the buffer, tokens, index into WIDTHS
 };
 
-template <class M>
 struct Shared {
-  unsigned char weights[M::STAGES][WARPGROUPS * ROWS * 128];
-  unsigned char tokens[M::STAGES][M::MAX_WIDTH * 128];
-  alignas(16) float scales[2][WARPGROUPS][M::MAX_WIDTH];  // of the products of two tiles, in turn
-  uint64_t full[M::STAGES], empty[M::STAGES], tile_full[QUEUE], tile_empty[QUEUE], number_full, number_empty;
+  unsigned char weights[STAGES][WARPGROUPS * ROWS * 128];
+  unsigned char tokens[STAGES][MAX_WIDTH * 128];
+  alignas(16) float scales[2][WARPGROUPS][MAX_WIDTH];  // of the products of two tiles, in turn
+  uint64_t full[STAGES], empty[STAGES], tile_full[QUEUE], tile_empty[QUEUE], number_full, number_empty;
   Tile tiles[QUEUE];
   int number;  // of a group of tiles
   int first_group[MAX_EXPERTS + LATE + 1];  // of an entry of the list
@@ -97,15 +75,13 @@ struct Place {
 };
 
 // The copying side ends the kernel with an error where it would hang; a trap among the consumers would cost them their registers.
-template <class M>
-__device__ __forceinline__ void wait_or_end(const Shared<M>& s, uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_or_end(const Shared& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
   const long long start = time_ns();
   while (!barrier_passed(barrier, parity))
     if (s.is_lost || time_ns() - start > PATIENCE_NS) end_with_error();
 }
-template <class M>
-__device__ __forceinline__ void wait_or_give_up(Shared<M>& s, uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_or_give_up(Shared& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
   const long long start = time_ns();
   while (!barrier_passed(barrier, parity) && !s.is_lost)
@@ -115,7 +91,7 @@ __device__ __forceinline__ void wait_or_give_up(Shared<M>& s, uint64_t* barrier,
 // Groups of tiles that the blocks of a cluster take together.
 template <class M>
 __device__ __forceinline__ int groups_of(int eights) {
-  constexpr int MOST = M::TOKEN_PARTS * M::MAX_WIDTH / 8;
+  constexpr int MOST = M::TILE_PARTS * MAX_WIDTH / 8;
   return (eights + MOST - 1) / MOST;
 }
 
@@ -133,7 +109,7 @@ struct Entry {
 __device__ __forceinline__ int entries(int experts) { return experts + min(LATE, experts); }
 
 template <class M>
-__device__ __forceinline__ void list_work(Shared<M>& s, const Plan& plan, int row_blocks) {
+__device__ __forceinline__ void list_work(Shared& s, const Plan& plan, int row_blocks) {
   for (int e = threadIdx.x; e < plan.experts; e += THREADS) {
     const int first = e > 0 ? plan.ends[e - 1] : 0;
     s.first_token[e] = first;
@@ -170,7 +146,7 @@ __device__ __forceinline__ void list_work(Shared<M>& s, const Plan& plan, int ro
 
 // This block's tile of a group.
 template <class M>
-__device__ __forceinline__ Tile tile_at(const Shared<M>& s, const Plan& plan, int number, int row_blocks) {
+__device__ __forceinline__ Tile tile_at(const Shared& s, const Plan& plan, int number, int row_blocks) {
   int low = 0, high = entries(plan.experts);  // first_group[low] <= number < first_group[high]
   if (number >= s.first_group[high]) return {-1, 0, 0, 0, 0, 0};
   while (high - low > 1) {
@@ -179,24 +155,22 @@ __device__ __forceinline__ Tile tile_at(const Shared<M>& s, const Plan& plan, in
     else high = middle;
   }
   const Entry entry(low, plan.experts, row_blocks);
-  const int inside = number - s.first_group[low], eights = s.eights[entry.expert], groups = groups_of<M>(eights), tiles = groups * M::TOKEN_PARTS;
-  const int part = inside % groups * M::TOKEN_PARTS + M::token_part();
+  const int inside = number - s.first_group[low], eights = s.eights[entry.expert], groups = groups_of<M>(eights), tiles = groups * M::TILE_PARTS;
+  const int rank = cluster_rank(), part = inside % groups * M::TILE_PARTS + rank % M::TILE_PARTS;
   const int each = eights / tiles, more = eights % tiles;
   const int begin = 8 * (part * each + min(part, more)), end = begin + 8 * (each + (part < more ? 1 : 0));
   const int first = s.first_token[entry.expert], row = (entry.first_row_block + inside / groups) * M::TILE_ROWS;
-  return {entry.expert, row + M::row_part() * M::BLOCK_ROWS, row >= plan.rows, first + begin, min(first + end, plan.ends[entry.expert]) - first - begin,
+  return {entry.expert, row + (M::TILE_ROWS > BLOCK_ROWS ? rank * BLOCK_ROWS : 0), row >= plan.rows, first + begin, min(first + end, plan.ends[entry.expert]) - first - begin,
           width_index(end - begin)};
 }
 
 // One block of a cluster hands out groups of tiles, whoever is early takes more; all blocks of it read the same numbers in turn.
-template <class M>
-__device__ __forceinline__ int same_number(Shared<M>& s, const Place<1>& place, int number) {
-  if constexpr (M::CLUSTER == 1) return number;
+__device__ __forceinline__ int same_number(Shared& s, const Place<1>& place, int number) {
   barrier_expect(&s.number_full, sizeof(int));
-  if (M::rank() == 0) {
+  if (cluster_rank() == 0) {
     wait_or_end(s, &s.number_empty, place.parity() ^ 1);
 #pragma unroll
-    for (int rank = 0; rank < M::CLUSTER; rank++) send(&s.number, number, &s.number_full, rank);
+    for (int rank = 0; rank < CLUSTER; rank++) send(&s.number, number, &s.number_full, rank);
   }
   wait_or_end(s, &s.number_full, place.parity());
   number = s.number;
@@ -208,20 +182,21 @@ template <bool IS_GATE_UP>
 __device__ __forceinline__ int all_rows(const Plan& plan) { return IS_GATE_UP ? 2 * plan.out_columns : plan.rows; }
 
 template <class M, bool IS_GATE_UP>
-__device__ __forceinline__ void fetch(Shared<M>& s, const Plan& plan) {
-  const int row_blocks = (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS, clusters = gridDim.x / M::CLUSTER;
-  Place<M::STAGES> stage;
+__device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
+  const int row_blocks = (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS, clusters = gridDim.x / CLUSTER;
+  const int rank = cluster_rank();
+  Place<STAGES> stage;
   Place<QUEUE> queued;
   Place<1> place;
-  int next = blockIdx.x / M::CLUSTER;
+  int next = blockIdx.x / CLUSTER;
   for (;; place.turn++, queued.turn++) {
     const int number = same_number(s, place, next);
-    const Tile tile = tile_at(s, plan, number, row_blocks);
+    const Tile tile = tile_at<M>(s, plan, number, row_blocks);
     wait_or_end(s, &s.tile_empty[queued.slot()], queued.parity() ^ 1);
     s.tiles[queued.slot()] = tile;
     barrier_arrive(&s.tile_full[queued.slot()]);
     if (tile.expert < 0) break;
-    if (M::rank() == 0) next = clusters + atomicAdd(plan.counters, 1);
+    if (rank == 0) next = clusters + atomicAdd(plan.counters, 1);
     if (tile.is_empty) continue;
     const int width = width_of(tile.width);
     int parts = 0;
@@ -234,33 +209,28 @@ __device__ __forceinline__ void fetch(Shared<M>& s, const Plan& plan) {
       for (int part = 0; part < parts; part++) {
         unsigned char* to = s.weights[slot] + part * ROWS * 128;
         const int row = tile.row + part * ROWS;
-        if constexpr (M::TOKEN_PARTS == 1) copy_box(to, plan.weights, 128 * k, row, tile.expert, full);
-        else if (part % M::TOKEN_PARTS == M::token_part()) copy_box_to_some(M::same_rows(), to, plan.weights, 128 * k, row, tile.expert, full);
+        if constexpr (M::TILE_PARTS == 1) copy_box(to, plan.weights, 128 * k, row, tile.expert, full);
+        else if (part == rank) copy_box_to_both(to, plan.weights, 128 * k, row, tile.expert, full);
       }
-      if constexpr (M::ROW_PARTS == 1) copy_box(s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
-      else if (k % M::ROW_PARTS == M::row_part()) copy_box_to_some(M::same_tokens(), s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
+      if constexpr (M::TILE_PARTS > 1) copy_box(s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
+      else if (k % CLUSTER == rank) copy_box_to_both(s.tokens[slot], plan.tokens[tile.width], 128 * k, tile.token, 0, full);
     }
   }
-  if (M::rank() > 0 || atomicAdd(plan.counters + 1, 1) + 1 < clusters) return;
+  if (rank > 0 || atomicAdd(plan.counters + 1, 1) + 1 < clusters) return;
   plan.counters[0] = 0;  // for the next launch
   plan.counters[1] = 0;
 }
 
-// A warp has read a stage: all blocks that copy into it are told.
-template <class M>
-__device__ __forceinline__ void release(Shared<M>& s, int slot) {
+// A warp has read a stage: both blocks are told, since both copy into it.
+__device__ __forceinline__ void release(Shared& s, int slot) {
   const int lane = threadIdx.x % 32;
   __syncwarp();
-  if constexpr (M::CLUSTER == 1) {
-    if (lane == 0) barrier_arrive(&s.empty[slot]);
-  } else if (lane < M::WRITERS) {
-    barrier_arrive_at(&s.empty[slot], M::writer(lane));
-  }
+  if (lane < CLUSTER) barrier_arrive_at(&s.empty[slot], lane);
 }
 
 // This warpgroup's 64 * HALVES rows times N tokens over all columns. HALVES 0: only keeps step with the ring.
-template <class M, int N, int HALVES>
-__device__ __forceinline__ void multiply(Shared<M>& s, Place<M::STAGES>& stage, float (&sum)[2][N / 2], int warpgroup, int blocks) {
+template <int N, int HALVES>
+__device__ __forceinline__ void multiply(Shared& s, Place<STAGES>& stage, float (&sum)[2][N / 2], int warpgroup, int blocks) {
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -303,8 +273,8 @@ __device__ __forceinline__ float swiglu(float gate, float up, const Plan& plan) 
   return up * gated + gated;
 }
 
-template <class M, int N>
-__device__ __forceinline__ void gate_up_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile, int turn) {
+template <int N>
+__device__ __forceinline__ void gate_up_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile, int turn) {
   const int warpgroup = uniform(threadIdx.x / 128) - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, c = lane % 4, row = tile.row + warpgroup * ROWS;
   float* scales = s.scales[turn % 2][warpgroup];
@@ -314,7 +284,7 @@ __device__ __forceinline__ void gate_up_tile(Shared<M>& s, const Plan& plan, Pla
 #pragma unroll
       for (int i = 0; i < N / 2; i++) sum[0][i] = sum[1][i] = 0.0f;
     } else {
-      multiply<M, N, 0>(s, stage, sum, warpgroup, plan.blocks);
+      multiply<N, 0>(s, stage, sum, warpgroup, plan.blocks);
     }
     for (int n = thread; n < N; n += 128) scales[n] = 0.0f;
   } else {
@@ -323,7 +293,7 @@ __device__ __forceinline__ void gate_up_tile(Shared<M>& s, const Plan& plan, Pla
     float mine[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) mine[i] = __ldg(plan.scales + min(tile.token + thread + 128 * i, plan.buffer_rows - 1)) * weight_scale;
-    multiply<M, N, 2>(s, stage, sum, warpgroup, plan.blocks);
+    multiply<N, 2>(s, stage, sum, warpgroup, plan.blocks);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       if (thread + 128 * i < N) scales[thread + 128 * i] = mine[i];
@@ -351,16 +321,16 @@ __device__ __forceinline__ void gate_up_tile(Shared<M>& s, const Plan& plan, Pla
   }
 }
 
-template <class M, int N>
-__device__ __forceinline__ void down_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile) {
+template <int N>
+__device__ __forceinline__ void down_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile) {
   const int warpgroup = uniform(threadIdx.x / 128) - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int row = tile.row + warpgroup * ROWS;
   const size_t row_block = static_cast<size_t>(tile.expert) * ((plan.rows + ROWS - 1) / ROWS) + row / ROWS;
   const float scale = row < plan.rows ? __ldg(plan.weight_scales + row_block * plan.blocks) * plan.hidden_scale : 0.0f;
   float sum[2][N / 2];
-  if (row + 64 < plan.rows) multiply<M, N, 2>(s, stage, sum, warpgroup, plan.blocks);
-  else if (row < plan.rows) multiply<M, N, 1>(s, stage, sum, warpgroup, plan.blocks);
-  else return multiply<M, N, 0>(s, stage, sum, warpgroup, plan.blocks);
+  if (row + 64 < plan.rows) multiply<N, 2>(s, stage, sum, warpgroup, plan.blocks);
+  else if (row < plan.rows) multiply<N, 1>(s, stage, sum, warpgroup, plan.blocks);
+  else return multiply<N, 0>(s, stage, sum, warpgroup, plan.blocks);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int column = row + 64 * h + 16 * warp + 4 * c;
@@ -375,18 +345,18 @@ __device__ __forceinline__ void down_tile(Shared<M>& s, const Plan& plan, Place<
   }
 }
 
-template <class M, bool IS_GATE_UP, int INDEX>
-__device__ __forceinline__ void compute_tile(Shared<M>& s, const Plan& plan, Place<M::STAGES>& stage, const Tile& tile, int turn) {
-  if constexpr (INDEX < NUM_WIDTHS && WIDTHS[INDEX < NUM_WIDTHS ? INDEX : 0] <= M::MAX_WIDTH) {
-    if (tile.width != INDEX) return compute_tile<M, IS_GATE_UP, INDEX + 1>(s, plan, stage, tile, turn);
-    if constexpr (IS_GATE_UP) gate_up_tile<M, WIDTHS[INDEX]>(s, plan, stage, tile, turn);
-    else down_tile<M, WIDTHS[INDEX]>(s, plan, stage, tile);
+template <bool IS_GATE_UP, int INDEX>
+__device__ __forceinline__ void compute_tile(Shared& s, const Plan& plan, Place<STAGES>& stage, const Tile& tile, int turn) {
+  if constexpr (INDEX < NUM_WIDTHS) {
+    if (tile.width != INDEX) return compute_tile<IS_GATE_UP, INDEX + 1>(s, plan, stage, tile, turn);
+    if constexpr (IS_GATE_UP) gate_up_tile<WIDTHS[INDEX]>(s, plan, stage, tile, turn);
+    else down_tile<WIDTHS[INDEX]>(s, plan, stage, tile);
   }
 }
 
-template <class M, bool IS_GATE_UP>
-__device__ __forceinline__ void compute(Shared<M>& s, const Plan& plan) {
-  Place<M::STAGES> stage;
+template <bool IS_GATE_UP>
+__device__ __forceinline__ void compute(Shared& s, const Plan& plan) {
+  Place<STAGES> stage;
   Place<QUEUE> queued;
   for (;; queued.turn++) {
     wait_or_give_up(s, &s.tile_full[queued.slot()], queued.parity());
@@ -394,57 +364,57 @@ __device__ __forceinline__ void compute(Shared<M>& s, const Plan& plan) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.tile_empty[queued.slot()]);
     if (s.is_lost || tile.expert < 0) return;
-    compute_tile<M, IS_GATE_UP, 0>(s, plan, stage, tile, queued.turn);
+    compute_tile<IS_GATE_UP, 0>(s, plan, stage, tile, queued.turn);
   }
 }
 
 template <class M, bool IS_GATE_UP>
 __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_constant__ Plan plan) {
   DYNAMIC_SHARED(memory);
-  Shared<M>& s = *reinterpret_cast<Shared<M>*>(memory);
+  Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < M::STAGES; i++) {
+    for (int i = 0; i < STAGES; i++) {
       barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], CONSUMER_WARPS * M::WRITERS);
+      barrier_init(&s.empty[i], CONSUMER_WARPS * CLUSTER);
     }
     for (int i = 0; i < QUEUE; i++) {
       barrier_init(&s.tile_full[i], 1);
       barrier_init(&s.tile_empty[i], CONSUMER_WARPS);
     }
     barrier_init(&s.number_full, 1);
-    barrier_init(&s.number_empty, M::CLUSTER);
+    barrier_init(&s.number_empty, CLUSTER);
     barrier_init_fence();
     s.is_lost = 0;
   }
-  list_work(s, plan, (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS);
-  if constexpr (M::CLUSTER > 1) cluster_meet();
+  list_work<M>(s, plan, (all_rows<IS_GATE_UP>(plan) + M::TILE_ROWS - 1) / M::TILE_ROWS);
+  cluster_meet();
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) fetch<M, IS_GATE_UP>(s, plan);
     __syncwarp();
-    if constexpr (M::CLUSTER > 1) cluster_meet();  // no block ends while another writes to it
+    cluster_meet();  // no block ends while another writes to it
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    compute<M, IS_GATE_UP>(s, plan);
-    if constexpr (M::CLUSTER > 1) cluster_meet();
+    compute<IS_GATE_UP>(s, plan);
+    cluster_meet();
   }
 }
 
 template <class M, bool IS_GATE_UP>
-int launch_mode(const Plan& plan, int multiprocessors, void* stream) {
-  constexpr int shared_bytes = sizeof(Shared<M>);
+int launch_experts(const Plan& plan, int multiprocessors, void* stream) {
+  constexpr int shared_bytes = sizeof(Shared);
 #ifdef TANDEM_EMULATE
-  emulation::run(dim3(multiprocessors / M::CLUSTER * M::CLUSTER), THREADS, shared_bytes, [&] { experts_kernel<M, IS_GATE_UP>(plan); }, M::CLUSTER);
+  emulation::run(dim3(multiprocessors / CLUSTER * CLUSTER), THREADS, shared_bytes, [&] { experts_kernel<M, IS_GATE_UP>(plan); }, CLUSTER);
   return 0;
 #else
   static_assert(shared_bytes <= 227 * 1024, "more shared memory than a block may have");
   const auto kernel = experts_kernel<M, IS_GATE_UP>;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = M::CLUSTER;
+  attribute.val.clusterDim.x = CLUSTER;
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(multiprocessors / M::CLUSTER * M::CLUSTER);
+  config.gridDim = dim3(multiprocessors / CLUSTER * CLUSTER);
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -454,14 +424,14 @@ int launch_mode(const Plan& plan, int multiprocessors, void* stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess && clusters == 0) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
   if (error != cudaSuccess) return static_cast<int>(error);
-  config.gridDim = dim3(clusters * M::CLUSTER);
+  config.gridDim = dim3(clusters * CLUSTER);
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, plan));
 #endif
 }
 
 // Returns: 0, a CUDA error, or -1 where there is no instance for the shape.
 template <bool IS_GATE_UP>
-int start(Plan& plan, const void* q, const void* weights, int mode, int multiprocessors, void* stream) {
+int start(Plan& plan, const void* q, const void* weights, int split_tokens, int multiprocessors, void* stream) {
   if (plan.experts > MAX_EXPERTS || plan.blocks < 1 || plan.buffer_rows > 8 * 32767) return -1;
   if (plan.buffer_rows == 0 || all_rows<IS_GATE_UP>(plan) == 0) return 0;
   // A rank without a piece of its experts has no weights to describe, but bias columns to fill.
@@ -469,26 +439,25 @@ int start(Plan& plan, const void* q, const void* weights, int mode, int multipro
   for (int i = 0; i < NUM_WIDTHS && error == 0; i++)
     error = describe_rows(&plan.tokens[i], q, 128 * plan.blocks, plan.buffer_rows, 1, WIDTHS[i]);
   if (error != 0) return error;
-  if (mode == 0) return launch_mode<Few, IS_GATE_UP>(plan, multiprocessors, stream);
-  if (mode == 1) return launch_mode<Middle, IS_GATE_UP>(plan, multiprocessors, stream);
-  return launch_mode<Many, IS_GATE_UP>(plan, multiprocessors, stream);
+  if (split_tokens) return launch_experts<Mode<true>, IS_GATE_UP>(plan, multiprocessors, stream);
+  return launch_experts<Mode<false>, IS_GATE_UP>(plan, multiprocessors, stream);
 }
 
 }  // namespace
 
 extern "C" int experts_gate_up(const void* q, const float* scales, const int32_t* ends, const void* weights, const float* weight_scales,
                                void* out, int32_t* counters, int buffer_rows, int experts, int rows, int blocks, int out_columns,
-                               int intermediate, int bias_columns, float alpha, float limit, float hidden_scale, int mode, int multiprocessors,
+                               int intermediate, int bias_columns, float alpha, float limit, float hidden_scale, int split_tokens, int multiprocessors,
                                void* stream) {
   Plan plan = {{}, {}, scales, weight_scales, ends, out, counters, experts, buffer_rows, rows, blocks, out_columns,
                intermediate, bias_columns, alpha, limit, hidden_scale};
-  return start<true>(plan, q, weights, mode, multiprocessors, stream);
+  return start<true>(plan, q, weights, split_tokens, multiprocessors, stream);
 }
 
 extern "C" int experts_down(const void* q, const int32_t* ends, const void* weights, const float* weight_scales, void* out, int32_t* counters,
-                            int buffer_rows, int experts, int rows, int blocks, float hidden_scale, int mode, int multiprocessors,
+                            int buffer_rows, int experts, int rows, int blocks, float hidden_scale, int split_tokens, int multiprocessors,
                             void* stream) {
   Plan plan = {{}, {}, nullptr, weight_scales, ends, out, counters, experts, buffer_rows, rows, blocks, rows, 0, 0, 0.0f, 0.0f,
                hidden_scale};
-  return start<false>(plan, q, weights, mode, multiprocessors, stream);
+  return start<false>(plan, q, weights, split_tokens, multiprocessors, stream);
 }

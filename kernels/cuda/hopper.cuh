@@ -21,13 +21,12 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, i
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
-// The same into several blocks of the cluster, a bit of `blocks` each, at the same place, each telling its own barrier.
-__device__ __forceinline__ void copy_box_to_some(uint32_t blocks, void* shared, const CUtensorMap& map, int column, int row, int matrix,
-                                                 uint64_t* barrier) {
+// The same into both blocks of a cluster of two, at the same place, each telling its own barrier.
+__device__ __forceinline__ void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(
           shared_address(shared)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(blocks))
+      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -152,8 +151,6 @@ __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t 
 #define TANDEM_D19 TANDEM_D18 ",%76,%77,%78,%79"
 #define TANDEM_D20 TANDEM_D19 ",%80,%81,%82,%83"
 #define TANDEM_D21 TANDEM_D20 ",%84,%85,%86,%87"
-#define TANDEM_D22 TANDEM_D21 ",%88,%89,%90,%91"
-#define TANDEM_D23 TANDEM_D22 ",%92,%93,%94,%95"
 #define TANDEM_F(i) "+f"(d[4 * i]), "+f"(d[4 * i + 1]), "+f"(d[4 * i + 2]), "+f"(d[4 * i + 3])
 #define TANDEM_F0 TANDEM_F(0)
 #define TANDEM_F1 TANDEM_F0, TANDEM_F(1)
@@ -177,8 +174,6 @@ __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t a, uint64_t 
 #define TANDEM_F19 TANDEM_F18, TANDEM_F(19)
 #define TANDEM_F20 TANDEM_F19, TANDEM_F(20)
 #define TANDEM_F21 TANDEM_F20, TANDEM_F(21)
-#define TANDEM_F22 TANDEM_F21, TANDEM_F(22)
-#define TANDEM_F23 TANDEM_F22, TANDEM_F(23)
 #define TANDEM_PRODUCT(N, LAST, A, B)                                                                                                \
   template <>                                                                                                                 \
   __device__ __forceinline__ void product<N>(float (&d)[N / 2], uint64_t a, uint64_t b) {                                     \
@@ -205,8 +200,6 @@ TANDEM_PRODUCT(152, 18, 76, 77)
 TANDEM_PRODUCT(160, 19, 80, 81)
 TANDEM_PRODUCT(168, 20, 84, 85)
 TANDEM_PRODUCT(176, 21, 88, 89)
-TANDEM_PRODUCT(184, 22, 92, 93)
-TANDEM_PRODUCT(192, 23, 96, 97)
 #undef TANDEM_PRODUCT
 
 // Describes `matrices` row-major matrices of bytes to the copy engine, which takes boxes of 128 columns and `box_rows` rows from one of them;

@@ -44,7 +44,7 @@ def test_an_mxfp4_pool_needs_the_checkpoint_alone(checkpoint):
 def test_a_pool_on_gpus_waits_for_its_kernels_too(checkpoint):
     config = config_of(checkpoint, cluster={"device": "cuda"})
     assert [step.what for step in node.steps(config, node.pool_of(config, "d"))][-1] == "compiled CUDA kernels"
-    assert node.steps(config, node.pool_of(config, "p"))[-1].what == "kernels of FlashInfer, DeepGEMM and Triton for TP1"
+    assert node.steps(config, node.pool_of(config, "p"))[-1].what == "kernels of FlashInfer and Triton for TP1"
 
 
 def test_the_prefill_kernels_are_compiled_for_the_pools_own_layout(checkpoint, monkeypatch):

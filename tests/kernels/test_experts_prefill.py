@@ -3,7 +3,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from common.errors import ShapeError
 from kernels.experts_prefill import (
+    check_sizes,
     down_order,
     empty_counters,
     experts_down,
@@ -99,20 +101,19 @@ def test_packed_rows_are_those_of_the_order_and_rows_past_the_matrix_are_zero(ca
     assert not plain[:, rows:].float().any()
 
 
-def modes_of(cases):
-    """Every mode with some cases, every case with some mode."""
-    return [(case, mode) for number, case in enumerate(cases) for mode in range(3) if number % 3 == mode or sum(case.counts) < 60]
+WAYS = pytest.mark.parametrize("rows_per_expert", [1, 1000], ids=["tokens shared", "rows shared"])
 
 
-@pytest.mark.parametrize(("case", "mode"), modes_of(CASES), ids=str)
-def test_gate_up_kernel_equals_product_swiglu_and_quantisation(case, mode, emulated):  # noqa: F811
+@WAYS
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gate_up_kernel_equals_product_swiglu_and_quantisation(case, rows_per_expert, emulated):  # noqa: F811
     rows, count = poisoned_rows(case), sum(case.counts)
     weight, scales, plain = packed(len(case.counts), 2 * case.intermediate, case.hidden, gate_up_order(2 * case.intermediate), 5)
     product = grouped_product_ref(rows.q, rows.scales, plain, scales, rows.ends)[:count]
     expected = fp8_quant_hidden_ref(swiglu_ref(product), HIDDEN_SCALE, BIAS_COLUMNS).float() * HIDDEN_SCALE
     counters = empty_counters("cpu")
     for _ in range(2):
-        q = experts_gate_up(rows, weight, scales, case.intermediate, counters, mode=mode)
+        q = experts_gate_up(rows, weight, scales, case.intermediate, counters, rows_per_expert=rows_per_expert)
     assert counters.tolist() == [0, 0]
     got = q[:count].float() * HIDDEN_SCALE
     bad = (got - expected).abs() > 0.13 * expected.abs() + 2.0**-12
@@ -123,24 +124,32 @@ def test_gate_up_kernel_equals_product_swiglu_and_quantisation(case, mode, emula
     assert not got[:, columns.stop :].any()
 
 
-@pytest.mark.parametrize(("case", "mode"), modes_of(CASES), ids=str)
-def test_down_kernel_equals_grouped_product(case, mode, emulated):  # noqa: F811
+@WAYS
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_down_kernel_equals_grouped_product(case, rows_per_expert, emulated):  # noqa: F811
     rows, count = poisoned_rows(case), sum(case.counts)
     inner, hidden = case.hidden, case.intermediate // 16 * 16
     weight, scales, plain = packed(len(case.counts), hidden, inner, down_order(hidden), 6)
     expected = grouped_product_ref(rows.q, torch.full_like(rows.scales, HIDDEN_SCALE), plain, scales, rows.ends)[:count]
     counters = empty_counters("cpu")
     for _ in range(2):
-        y = experts_down(rows.q, weight, scales, rows, counters, mode=mode)[:count]
+        y = experts_down(rows.q, weight, scales, rows, counters, rows_per_expert=rows_per_expert)[:count]
     assert counters.tolist() == [0, 0]
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2 * float(expected.square().mean().sqrt()))
+
+
+@pytest.mark.parametrize(("experts", "intermediate", "wrong"), [(129, 64, "129 experts"), (4, 66, "of 66 hidden columns")])
+def test_sizes_without_a_kernel_are_refused(experts, intermediate, wrong):
+    check_sizes(128, 2880)
+    with pytest.raises(ShapeError, match=wrong):
+        check_sizes(experts, intermediate)
 
 
 def test_a_rank_without_a_piece_of_its_experts_adds_the_bias_alone(emulated):  # noqa: F811
     case = Case((3, 9), intermediate=0)
     rows = poisoned_rows(case)
     counters = empty_counters("cpu")
-    q = experts_gate_up(rows, torch.empty(2, 0, 384, dtype=torch.float8_e4m3fn), torch.empty(2, 0, 3), 0, counters, mode=2)
+    q = experts_gate_up(rows, torch.empty(2, 0, 384, dtype=torch.float8_e4m3fn), torch.empty(2, 0, 3), 0, counters, rows_per_expert=1000)
     assert torch.equal(q[:12].float() * HIDDEN_SCALE, (torch.arange(128) < BIAS_COLUMNS).float().expand(12, 128))
 
 
@@ -165,6 +174,6 @@ def test_whole_expert_path_approaches_fp32(tokens):
     wide = pack_experts(Fp8Matrix(*fp8_quant_blocks_ref(gate_up), 2 * inner, hidden), gate_up_bias, gate_up_order(2 * inner), "cpu")
     back = pack_experts(Fp8Matrix(*fp8_quant_blocks_ref(down), hidden, inner), down_bias, down_order(hidden), "cpu")
     rows = permute_rows(*quantize_rows(x, bias_columns=BIAS_COLUMNS), routing)
-    y = experts_down(experts_gate_up(rows, *wide, inner, counters, mode=0), *back, rows, counters, mode=0)
+    y = experts_down(experts_gate_up(rows, *wide, inner, counters, rows_per_expert=1), *back, rows, counters, rows_per_expert=1)
     cosine = torch.nn.functional.cosine_similarity(combine(y, rows.rows, routing.expert_weights), expected, dim=1)
     assert cosine.min() > 0.9985, cosine  # three roundings to e4m3, relative error 2.65% each, of which two weights see none

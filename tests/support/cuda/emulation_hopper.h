@@ -54,7 +54,7 @@ struct Product {
   bool is_last;  // of its group
 };
 inline std::deque<Product>& products() {
-  static thread_local std::vector<std::deque<Product>> all(4 * 512);
+  static thread_local std::vector<std::deque<Product>> all(1024);
   return all[block()->current->rank * 512 + block()->current->thread];
 }
 inline void row_of_operand(float (&out)[32], uint64_t descriptor, int row) {
@@ -100,9 +100,8 @@ inline void copy_box_to(unsigned rank, void* shared, const CUtensorMap& map, int
 inline void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
   copy_box_to(cluster_rank(), shared, map, column, row, matrix, barrier);
 }
-inline void copy_box_to_some(uint32_t blocks, void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
-  for (unsigned rank = 0; blocks >> rank; rank++)
-    if (blocks >> rank & 1) copy_box_to(rank, shared, map, column, row, matrix, barrier);
+inline void copy_box_to_both(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
+  for (unsigned rank = 0; rank < 2; rank++) copy_box_to(rank, shared, map, column, row, matrix, barrier);
 }
 inline void barrier_expect(uint64_t* barrier, int bytes) {
   emulation::missing_bytes()[barrier] += bytes;
@@ -139,7 +138,7 @@ inline void cluster_meet() {
 inline void end_with_error() { abort(); }
 template <int THREADS>
 inline void meet(int id) {
-  static thread_local emulation::Meeting meetings[4][16];
+  static thread_local emulation::Meeting meetings[2][16];
   emulation::Meeting& m = meetings[cluster_rank()][id];
   const uint64_t generation = m.generation;
   if (++m.arrived == THREADS) {
