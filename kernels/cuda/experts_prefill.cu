@@ -77,15 +77,15 @@ struct Place {
 // The copying side ends the kernel with an error where it would hang; a trap among the consumers would cost them their registers.
 __device__ __forceinline__ void wait_or_end(const Shared& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
-  const long long start = time_ns();
+  const long long start = cycles();
   while (!barrier_passed(barrier, parity))
-    if (s.is_lost || time_ns() - start > PATIENCE_NS) end_with_error();
+    if (s.is_lost || cycles() - start > PATIENCE) end_with_error();
 }
 __device__ __forceinline__ void wait_or_give_up(Shared& s, uint64_t* barrier, uint32_t parity) {
   if (barrier_passed(barrier, parity)) return;
-  const long long start = time_ns();
+  const long long start = cycles();
   while (!barrier_passed(barrier, parity) && !s.is_lost)
-    if (time_ns() - start > PATIENCE_NS) s.is_lost = 1;
+    if (cycles() - start > PATIENCE) s.is_lost = 1;
 }
 
 // Groups of tiles that the blocks of a cluster take together.

@@ -12,7 +12,14 @@
 #else
 #include <cuda.h>
 
-constexpr long long PATIENCE_NS = 2000000000;  // of a wait that another part of the kernel should end
+// Cycles of a wait that another part of the kernel should end: 2 s at least. The global timer would not do: what if its lower half turns over
+// while it is read, every 4.3 s?
+constexpr long long PATIENCE = 4000000000;
+__device__ __forceinline__ long long cycles() {
+  long long now;
+  asm volatile("mov.u64 %0, %clock64;" : "=l"(now));
+  return now;
+}
 
 // One bulk copy of a box of a tensor into shared memory; the bytes count towards `barrier`, which somebody has told to expect them.
 __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap& map, int column, int row, int matrix, uint64_t* barrier) {
