@@ -16,16 +16,19 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.bench.measure import Sample, summarize
 from cluster.up import bring_up, take_down
 from common.config import Config, parse_config
-from common.proto import router_pb2, router_pb2_grpc
+from common.metric_catalog import TRANSFER_BYTES
+from common.proto import router_pb2, router_pb2_grpc, types_pb2
 from model.checkpoint import hf_specs
 from model.config import ModelConfig
 from model.convert import convert_checkpoint
@@ -107,6 +110,24 @@ async def ask_all(address: str, prompts: list[list[int]], max_tokens: int) -> tu
         return [sample for sample, _ in answers], [tokens for _, tokens in answers], transfers, loop.time() - began
 
 
+async def transports_of(address: str) -> dict[str, float]:
+    """Returns: bytes that prefill groups have sent, by transport"""
+    import grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        groups = (await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest())).groups
+    found: dict[str, float] = {}
+    for group in groups:
+        if group.description.role == types_pb2.ROLE_PREFILL:
+            page = await asyncio.to_thread(urllib.request.urlopen, f"http://{group.description.metrics_address}/metrics", None, 10)
+            for family in text_string_to_metric_families(page.read().decode()):
+                for sample in family.samples:
+                    if sample.name == TRANSFER_BYTES.name:
+                        name = sample.labels["transport"]
+                        found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
 def colocated(folder: Path, path: Path, device: str, settings: Settings, prompts: list[list[int]], max_tokens: int) -> dict[str, list]:
     plan, out = folder / "colocated-plan.json", folder / "colocated.json"
     about = {"path": str(path), "device": device, "prompts": prompts, "max_tokens": max_tokens, "alone": ALONE}
@@ -151,9 +172,12 @@ def main() -> None:
         print(f"cluster up: {time.monotonic() - began:.0f} s", flush=True)
         for name in ("cold", "warm"):
             rounds[name] = asyncio.run(ask_all(str(state.router_address), prompts, arguments.max_tokens))
+        used = asyncio.run(transports_of(str(state.router_address)))
     finally:
         take_down(NAME)
     record: dict[str, Any] = {"device": device, "layers": arguments.layers, "transport": arguments.transport, "alone": ALONE}
+    record["bytes_by_transport"] = used
+    print(f"KV went over {', '.join(f'{name}: {nbytes / 1e6:.0f} MB' for name, nbytes in used.items()) or 'nothing'}")
     record["alone_differs"] = differing(expected["alone"], expected["together"][:ALONE])
     print(f"colocated, alone against all at once: {record['alone_differs']} of {ALONE} differ (rounding)")
     for name, (samples, tokens, transfers, seconds) in rounds.items():

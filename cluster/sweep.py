@@ -7,7 +7,6 @@ broken-off sweep goes on where it stopped. Called by the CLI; `sweep_bench.py` d
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from cluster.profile import (
 from cluster.sweep_bench import Cell, Result, SweepBench, SweepSettings, room_tokens
 from common.errors import ConfigError
 from common.proto import types_pb2
+from common.versions import NOT_INSTALLED, version_of
 
 SOFTWARE = ("tandem", "torch", "triton", "grpcio")
 
@@ -155,13 +155,7 @@ def _transfer_of(handovers: Sequence[tuple[int, float, float]]) -> TransferCell:
 
 
 def _software() -> dict[str, str]:
-    found = {}
-    for name in SOFTWARE:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name in SOFTWARE if (version := version_of(name)) != NOT_INSTALLED}
 
 
 def _one_per_layout(groups: Sequence[types_pb2.GroupDescription], role: int) -> list[types_pb2.GroupDescription]:

@@ -79,7 +79,7 @@ class CudaDevice:
         return _upload(data, self._device)
 
     def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self.allocate(nbytes).tensor()  # torch's own would be memory that work of the current stream may still be about to touch
 
     def new_pair_id(self) -> bytes:
         return new_id()

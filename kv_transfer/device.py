@@ -115,7 +115,7 @@ class Device(Protocol):
         """Enqueues a copy to the device on the current stream; `data` may be changed after the return."""
 
     def empty(self, nbytes: int) -> Tensor:
-        """Returns: [nbytes] uint8 for this process's own use"""
+        """Returns: [nbytes] uint8 for this process's own use, in any stream's work from now on"""
 
     def new_pair_id(self) -> bytes:
         """Returns: 128 bytes that both ends of a new pair must have"""

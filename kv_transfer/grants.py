@@ -20,12 +20,20 @@ from kv_transfer.transports.tcp_wire import PROBE_ID, PushHeader, Status
 
 
 class Received(NamedTuple):
-    """One message. Shapes: payload [n, 2, heads, tokens, head_dim] as bytes: on the host, or a tensor on the pool's device"""
+    """One message.
+
+    Shapes: payload [n, 2, heads, tokens, head_dim] as bytes: on the host, or a uint8 tensor of any strides on the pool's device, which only
+        the stream of `GrantTable` may touch: it knows nothing of other streams' work
+    """
 
     header: PushHeader
     ids: np.ndarray
     epochs: np.ndarray
     payload: memoryview | Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload.numel() if isinstance(self.payload, Tensor) else len(self.payload)
 
 
 def _copy_to_host(pool: Tensor, heads: slice, tokens: slice, ids: np.ndarray, payload: memoryview) -> None:
@@ -38,7 +46,7 @@ def _copy_to_device(pool: Tensor, heads: slice, tokens: slice, ids: Tensor, payl
     """As `_copy_to_host`, for a pool on a GPU; enqueues on the current stream."""
     part = pool.view(torch.int16)[:, :, heads, tokens]
     data = payload if isinstance(payload, Tensor) else torch.frombuffer(payload, dtype=torch.uint8).to(pool.device)
-    values = data.view(torch.int16).view(len(ids), *part.shape[1:])
+    values = data.reshape(-1).view(torch.int16).view(len(ids), *part.shape[1:])
     if values.shape[-1] % 4 == 0:  # wider elements are copied faster
         part, values = part.view(torch.int64), values.view(torch.int64)
     part.index_copy_(0, ids, values)
@@ -141,7 +149,7 @@ class GrantTable:
         if grant is None or any(message.header.transfer_id != first.transfer_id for message in messages):
             return Status.UNKNOWN_TRANSFER
         for message in messages:
-            status = self._check(grant, message.header, message.ids, message.epochs, len(message.payload))
+            status = self._check(grant, message.header, message.ids, message.epochs, message.num_bytes)
             if status is not Status.OK:
                 return status
         with grant.lock:
@@ -156,7 +164,7 @@ class GrantTable:
             for message in messages:
                 head = message.header.first_head - self._view.heads.start
                 for i in range(head, head + message.header.num_heads):
-                    grant.head_bytes[i] += len(message.payload) // message.header.num_heads
+                    grant.head_bytes[i] += message.num_bytes // message.header.num_heads
         return Status.OK
 
     def _copy(self, messages: Sequence[Received]) -> None:
@@ -170,7 +178,7 @@ class GrantTable:
                     tables[name] = torch.from_numpy(ids).to(pool.device)
                 _copy_to_device(pool, heads, tokens, tables[name], payload)
             else:
-                _copy_to_host(pool, heads, tokens, ids, payload if isinstance(payload, memoryview) else payload.numpy().data)
+                _copy_to_host(pool, heads, tokens, ids, payload if isinstance(payload, memoryview) else payload.reshape(-1).numpy().data)
 
     def _check(self, grant: Grant, h: PushHeader, ids: np.ndarray, epochs: np.ndarray, payload_bytes: int) -> Status:
         g, heads = self._view.geometry, self._view.heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.cli.app import app, err, out
 from common.errors import ConfigError
+from common.versions import version_of
 
 
 @app.command()
@@ -18,7 +18,7 @@ def version() -> None:
     """Print Tandem's version and those of what it stands on."""
     names = ("tandem", "torch", "ray", "grpcio", "protobuf", "openai-harmony")
     for name in names:
-        out.print(f"{name} {distribution_version(name)}")
+        out.print(f"{name} {version_of(name)}")
 
 
 @app.command()

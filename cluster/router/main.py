@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import logging
 import secrets
@@ -30,6 +29,7 @@ from common.metrics_server import MetricsServer, own_host
 from common.proto import types_pb2
 from common.requests import ModelLimits
 from common.tracing import Tracing, make_tracing
+from common.versions import version_of
 from common.wire import PLAIN, Wire
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def build_router(config: Config, wire: Wire = PLAIN, tracing: Tracing | None = N
         stream_buffer_tokens=node.stream_buffer_tokens,
         tracing=tracing,
     )
-    server_facts = ServerFacts(facts.name, facts.vocab_size, facts.eos_token_ids, importlib.metadata.version("tandem"), pools.router_id)
+    server_facts = ServerFacts(facts.name, facts.vocab_size, facts.eos_token_ids, version_of("tandem"), pools.router_id)
     servicer = RouterServicer(server_facts, dispatcher, generator, limits)
     return Router(pools, dispatcher, generator, RouterServer(servicer, generator, pools, wire))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from common.versions import version_of
 from frontend.http.chat_fields import ChatRequest
 from frontend.http.completions import CompletionRequest
 from frontend.http.fields import RequestModel
@@ -61,7 +61,7 @@ def openapi() -> dict[str, Any]:
         paths[path] = {"get": {"description": text, "responses": {"200": {"description": text}, "default": _ERROR}}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": importlib.metadata.version("tandem")},
+        "info": {"title": "Tandem", "version": version_of("tandem")},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],

@@ -94,13 +94,14 @@ class NcclServer(TcpServer):
         return header.num_blocks * 2 * header.num_heads * self._grants.head_block_bytes
 
     def _unpacked(self, message: Received) -> Received:
+        """Only what is meant of the whole blocks that came, as a view: a copy here would be work of another stream than the grants'."""
         header, block_size = message.header, self._grants.block_size_tokens
         is_partial = 0 <= header.begin < header.end <= block_size and (header.begin, header.end) != (0, block_size)
         if header.transfer_id == wire.PROBE_ID or not is_partial:
             return message
         assert isinstance(message.payload, Tensor)
         tiles = message.payload.view(header.num_blocks * 2 * header.num_heads, block_size, -1)
-        return message._replace(payload=tiles[:, header.begin : header.end].reshape(-1))
+        return message._replace(payload=tiles[:, header.begin : header.end])
 
     def _wait(self, pair: Pair, batch: _Arriving) -> None:
         """Raises: TimeoutError, which ends the connection, after `io_timeout_s` without the batch; PeerLost"""

@@ -129,6 +129,10 @@ class NixlSource:
         self.stream = torch.cuda.Stream(self.device) if view.full.is_cuda else None
         self.agent.register(self._pools)
 
+    def in_order(self) -> contextlib.AbstractContextManager[object]:
+        """For all that is done with the links' own memory, its allocation included: in no order with the model's work."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
     def has(self, source: Tensor) -> bool:
         """True if the tensor lies in registered memory."""
         start = source.data_ptr()
@@ -201,7 +205,9 @@ class NixlLink:
             self._drop_bounce()
 
     def probe(self, deadline: Deadline) -> int:
-        self._through_bounce(torch.ones(SCRATCH_BYTES, dtype=torch.uint8, device=self._source.device), deadline)
+        with self._source.in_order():
+            ones = torch.ones(SCRATCH_BYTES, dtype=torch.uint8, device=self._source.device)
+        self._through_bounce(ones, deadline)
         offsets = np.arange(0, SCRATCH_BYTES, _PROBE_ROW_BYTES).astype(np.uint64)
         self._start(self._bounce.data_ptr() + offsets, self._scratch + offsets, _PROBE_ROW_BYTES)
         self._await_pending(0, deadline)
@@ -239,14 +245,14 @@ class NixlLink:
         nbytes = source.numel() * source.element_size()
         if nbytes > len(self._bounce):
             self._drop_bounce()
-            self._bounce = torch.zeros(max(nbytes, _BOUNCE_BYTES), dtype=torch.uint8, device=self._source.device)
+            with self._source.in_order():
+                self._bounce = torch.empty(max(nbytes, _BOUNCE_BYTES), dtype=torch.uint8, device=self._source.device)
             self._bounce_registration = self._agent.register([self._bounce])
         copy = self._bounce[:nbytes].view(source.dtype).view(source.shape)
-        if self._source.stream is None:
-            return copy.copy_(source)
-        with torch.cuda.stream(self._source.stream):
+        with self._source.in_order():
             copy.copy_(source)
-        self._source.stream.synchronize()  # the source was there before: this waits for the copy alone
+        if self._source.stream is not None:
+            self._source.stream.synchronize()  # the source was there before: this waits for the copy alone
         return copy
 
     def _drop_bounce(self) -> None:

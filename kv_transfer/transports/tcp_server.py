@@ -128,7 +128,7 @@ class TcpServer:
         transfer_id = messages[0].header.transfer_id
         self._count("probes" if transfer_id == wire.PROBE_ID else status.name.lower(), len(messages))
         if status is Status.OK and transfer_id != wire.PROBE_ID:
-            self._count("bytes", sum(len(message.payload) for message in messages))
+            self._count("bytes", sum(message.num_bytes for message in messages))
         elif status is not Status.OK:
             logger.debug("kv tcp: refused a write of transfer %x: %s", transfer_id, status.name)
         sock.sendall(wire.encode_reply(session, status, sequence))

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from common.errors import KVTransferError
 from kv_transfer.deadline import Deadline
-from kv_transfer.grants import GrantTable
+from kv_transfer.grants import GrantTable, Received
 from kv_transfer.transports import nccl, tcp
 from kv_transfer.transports.base import Target
-from kv_transfer.transports.nccl import NcclLink
+from kv_transfer.transports.nccl import SLOT_BYTES, NcclLink
 from kv_transfer.transports.nccl_server import NcclServer
+from kv_transfer.transports.tcp_wire import Status
 from tests.support.emulated_device import EmulatedDevice, EmulatedMoment, EmulatedPair
 from tests.support.kv_groups import KEY, DecodeGroup, PrefillGroup, assert_handed_over, geometry, joined, poisoned_view
 from tests.support.pace import within
@@ -110,3 +111,25 @@ def test_a_sender_whose_communicator_never_comes_is_hung_up_on() -> None:
     with pytest.raises(KVTransferError, match="no communicator"):
         NcclLink(detail, Target(5, 0, 1, geometry(2)), Absent(), key=KEY, io_timeout_s=5.0, deadline=Deadline(5.0))
     server.close()
+
+
+def test_what_has_arrived_is_touched_by_the_grants_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy made before, in whatever stream, would not have been carried out when the grants' stream reads it."""
+    seen: list[Received] = []
+    write = GrantTable.write
+
+    def watched(self: GrantTable, messages: Sequence[Received]) -> Status:
+        seen.extend(messages)
+        return write(self, messages)
+
+    monkeypatch.setattr(GrantTable, "write", watched)
+    g = geometry(2)
+    prefill, decode = PrefillGroup(g, 1, TOKENS - 3, "nccl", sender_options={"device": EmulatedDevice()}), DecodeGroup(g, 1, ("nccl",))
+    with joined(prefill, decode):
+        prefill.begin(decode.reserve(1, TOKENS - 3))
+        prefill.push_chunk(1, 0, TOKENS - 3)
+        assert prefill.finish(1)[0].error is None
+        assert_handed_over(prefill, decode, 1)
+    tensors = [message.payload for message in seen if isinstance(message.payload, Tensor)]
+    assert any(not tensor.is_contiguous() for tensor in tensors), "a partial block was meant to be among them"
+    assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {SLOT_BYTES}, "all lie where they arrived"
