@@ -121,10 +121,15 @@ __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
+// Both halves of one moment: the lower one turns over every 4.3 s, and may do so between two reads.
 __device__ __forceinline__ long long time_ns() {
-  long long now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
+  uint32_t high, low, again;
+  do {
+    asm volatile("mov.u32 %0, %globaltimer_hi;" : "=r"(high));
+    asm volatile("mov.u32 %0, %globaltimer_lo;" : "=r"(low));
+    asm volatile("mov.u32 %0, %globaltimer_hi;" : "=r"(again));
+  } while (high != again);
+  return static_cast<long long>(static_cast<uint64_t>(high) << 32 | low);
 }
 __device__ __forceinline__ void let_others_run() {}  // for the emulation, where threads take turns
 
