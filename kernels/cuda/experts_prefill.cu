@@ -179,7 +179,7 @@ __device__ __forceinline__ int same_number(Shared& s, const Place<1>& place, int
 }
 
 template <bool IS_GATE_UP>
-__device__ __forceinline__ int all_rows(const Plan& plan) { return IS_GATE_UP ? 2 * plan.out_columns : plan.rows; }
+__host__ __device__ __forceinline__ int all_rows(const Plan& plan) { return IS_GATE_UP ? 2 * plan.out_columns : plan.rows; }
 
 template <class M, bool IS_GATE_UP>
 __device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
