@@ -64,6 +64,8 @@ __global__ void __launch_bounds__(256) prepare_step(StepArgs a) {
   }
 }
 
+constexpr int kMaxChoices = 8;
+
 struct CombineArgs {
   const int32_t* token_ids;     // [tokens] with `embedding`, else null
   const uint16_t* embedding;    // [vocab, columns]
@@ -78,34 +80,47 @@ struct CombineArgs {
 };
 
 // grid (tokens): eight columns a thread. residual = embedding row, or residual + weighted expert outputs; normed = RMSNorm of it.
-__global__ void __launch_bounds__(512) combine_norm(CombineArgs a) {
+// At most 40 registers: a block then finds room beside one of the experts kernel for few tokens.
+__global__ void __launch_bounds__(512, 3) combine_norm(CombineArgs a) {
   __shared__ float sums[16];
   const int token = blockIdx.x, at = threadIdx.x * 8;
   const bool active = at < a.columns;
   uint4 norm = make_uint4(0, 0, 0, 0);
   if (active) norm = __ldg(reinterpret_cast<const uint4*>(a.norm_weight + at));
-  wait_for_previous_kernel();
+  // The next kernel may start while the one ahead still runs: all it does before its own wait is to ask for weights. Ids, weights and residual
+  // are older than the kernel ahead.
   start_next_kernel();
+  uint4 old = make_uint4(0, 0, 0, 0);
+  uint32_t local = 0;  // choices whose experts are here
+  float weight[kMaxChoices] = {};
+  if (a.pairs) {
+    if (active) old = load_global_16(a.residual + static_cast<size_t>(token) * a.columns + at);
+#pragma unroll
+    for (int k = 0; k < kMaxChoices; k++)
+      if (k < a.choices) {
+        const int e = __ldcg(a.expert_ids + token * a.choices + k);
+        local |= static_cast<uint32_t>(e >= a.first_expert && e < a.first_expert + a.experts) << k;
+        weight[k] = __ldcg(a.expert_weights + token * a.choices + k);
+      }
+  }
+  wait_for_previous_kernel();
   float x[8] = {};
   auto add = [&](const uint4& v, float weight) {
     x[0] += bf16_low(v.x) * weight, x[1] += bf16_high(v.x) * weight, x[2] += bf16_low(v.y) * weight, x[3] += bf16_high(v.y) * weight;
     x[4] += bf16_low(v.z) * weight, x[5] += bf16_high(v.z) * weight, x[6] += bf16_low(v.w) * weight, x[7] += bf16_high(v.w) * weight;
   };
-  uint16_t* row = a.residual + static_cast<size_t>(token) * a.columns + at;
   uint4 stored = make_uint4(0, 0, 0, 0);
   if (active) {
-    const uint16_t* from = a.embedding ? a.embedding + static_cast<size_t>(max(__ldcg(a.token_ids + token), 0)) * a.columns + at : row;
     if (a.pairs) {
-#pragma unroll 4
-      for (int k = 0; k < a.choices; k++) {
-        const int e = __ldcg(a.expert_ids + token * a.choices + k);
-        if (e >= a.first_expert && e < a.first_expert + a.experts)
-          add(load_global_16(a.pairs + (static_cast<size_t>(token) * a.choices + k) * a.columns + at), __ldcg(a.expert_weights + token * a.choices + k));
-      }
+#pragma unroll
+      for (int k = 0; k < kMaxChoices; k++)
+        if (local >> k & 1) add(load_global_16(a.pairs + (static_cast<size_t>(token) * a.choices + k) * a.columns + at), weight[k]);
+    } else {
+      old = load_global_16(a.embedding + static_cast<size_t>(max(__ldcg(a.token_ids + token), 0)) * a.columns + at);
     }
-    add(load_global_16(from), 1.0f);
+    add(old, 1.0f);
     stored = make_uint4(bf16x2_pack(x[0], x[1]), bf16x2_pack(x[2], x[3]), bf16x2_pack(x[4], x[5]), bf16x2_pack(x[6], x[7]));
-    *reinterpret_cast<uint4*>(row) = stored;
+    *reinterpret_cast<uint4*>(a.residual + static_cast<size_t>(token) * a.columns + at) = stored;
   }
   auto square = [](uint32_t v) { return bf16_low(v) * bf16_low(v) + bf16_high(v) * bf16_high(v); };
   float sum = warp_sum(square(stored.x) + square(stored.y) + square(stored.z) + square(stored.w));
@@ -214,7 +229,7 @@ extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, co
 extern "C" int tandem_combine_norm(const void* token_ids, const void* embedding, const void* pairs, const void* expert_ids,
                                    const void* expert_weights, void* residual, const void* norm_weight, void* normed, int tokens,
                                    int columns, int choices, int first_expert, int experts, float eps, void* stream) {
-  if (columns % 8 || columns > 4096) return -1;
+  if (columns % 8 || columns > 4096 || choices > kMaxChoices) return -1;
   const CombineArgs a = {static_cast<const int32_t*>(token_ids), static_cast<const uint16_t*>(embedding),
                          static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
                          static_cast<const float*>(expert_weights), static_cast<uint16_t*>(residual),
