@@ -188,7 +188,7 @@ __device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
   Place<STAGES> stage;
   Place<QUEUE> queued;
   Place<1> place;
-  int next = blockIdx.x / CLUSTER;
+  int next = rank == 0 ? atomicAdd(plan.counters, 1) : 0;  // a cluster that comes late finds nothing left
   for (;; place.turn++, queued.turn++) {
     const int number = same_number(s, place, next);
     const Tile tile = tile_at<M>(s, plan, number, row_blocks);
@@ -196,7 +196,7 @@ __device__ __forceinline__ void fetch(Shared& s, const Plan& plan) {
     s.tiles[queued.slot()] = tile;
     barrier_arrive(&s.tile_full[queued.slot()]);
     if (tile.expert < 0) break;
-    if (rank == 0) next = clusters + atomicAdd(plan.counters, 1);
+    if (rank == 0) next = atomicAdd(plan.counters, 1);
     if (tile.is_empty) continue;
     const int width = width_of(tile.width);
     int parts = 0;
