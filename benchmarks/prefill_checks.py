@@ -48,6 +48,7 @@ from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
 from model.prefill_inputs import ChunkInputs, PagedAttention
+from model.prefill_projections import project_output
 from model.prefill_weights import SERVED_PROJECTIONS, Fp8Weight, PrefillWeights, Projections
 
 DEVICE = "cuda"
@@ -372,8 +373,7 @@ def layer_cosines(projections: Projections, scale: float) -> tuple[float, float,
     norm = add_norm_quantize if isinstance(layer.qkv, Fp8Weight) else add_norm
     q, _ = prefill._write_kv(0, norm(residual, layer.attn_norm, 1e-5), inputs, pool, attention, None)
     attended = attention.attend(True, q, None, pool, layer.sinks)
-    flat = attended.flatten(1)
-    delta = gemm_fp8(*quantize_rows(flat), *layer.o) if isinstance(layer.o, Fp8Weight) else flat @ layer.o.t()
+    delta = project_output(attended, layer.o)
     middle = (before + delta.float() + layer.o_bias.float()).bfloat16()
     prefill.after_attention(0, residual, attended, torch.zeros(EXPERTS, dtype=torch.int32, device=DEVICE), inputs.num_tokens)
 
