@@ -114,7 +114,7 @@ def pack_experts(matrix: Fp8Matrix, bias: Tensor, order: Tensor, device: torch.d
     order = order.to(device)
     values = torch.zeros((experts, rows, padded), dtype=torch.float8_e4m3fn, device=device)
     for expert in range(experts):
-        source = matrix.values[expert, :rows, :kept].to(device).to(values.dtype).view(torch.uint8)
+        source = matrix.values[expert, : matrix.rows, :kept].to(device).to(values.dtype).view(torch.uint8)
         missing = rows - source.shape[0]
         source = torch.nn.functional.pad(source, (0, 0, 0, missing)) if missing else source
         values.view(torch.uint8)[expert, :, :kept] = source[order]
