@@ -46,7 +46,7 @@ TARGETS = {
 }  # fmt: skip
 # kernel-name pattern -> row of the breakdown, and its prediction in ms for 120b at 8,192 tokens
 BREAKDOWN = (
-    (r"experts_kernel.*(true|1)>", "gate_up", 35.0),
+    (r"experts_kernel<.*>, (true|\(bool\)1)>", "gate_up", 35.0),
     (r"experts_kernel", "down", 18.0),
     (r"sm90_fp8_gemm.*\b5120\D", "qkv gemm", 6.8),
     (r"sm90_fp8_gemm.*\b2880\D+4096", "o gemm", 5.5),
