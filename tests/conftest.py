@@ -1,14 +1,17 @@
 """Settings that every test shares: torch uses one thread, here and in processes that tests start, and starts from one seed; examples of
-property tests may take as long as a busy machine needs."""
+property tests may take as long as a busy machine needs. Where there is no GPU, Triton interprets its kernels: that is settled when triton
+is first imported, by whichever test or library does so."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 hypothesis.settings.register_profile("tandem", deadline=None)
 hypothesis.settings.load_profile("tandem")
 
