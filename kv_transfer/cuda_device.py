@@ -1,4 +1,4 @@
-"""A GPU through CUDA: what `device.py` asks for. Waits for nothing but in `digest`; owns streams and events, no KV."""
+"""A GPU through CUDA: what `device.py` asks for. Waits for the device in `allocate` and `empty` alone; owns streams and events, no KV."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@
 #else
 #include <cuda.h>
 
-// Cycles of a wait that another part of the kernel should end: 2 s at least. The global timer would not do: what if its lower half turns over
-// while it is read, every 4.3 s?
+// Cycles of a wait that another part of the kernel should end: 2 s at least. One read of the multiprocessor's own clock; `time_ns` takes three.
 constexpr long long PATIENCE = 4000000000;
 __device__ __forceinline__ long long cycles() {
   long long now;

@@ -177,4 +177,4 @@ def test_whole_expert_path_approaches_fp32(tokens):
     rows = permute_rows(*quantize_rows(x, bias_columns=BIAS_COLUMNS), routing)
     y = experts_down(experts_gate_up(rows, *wide, inner, counters, rows_per_expert=1), *back, rows, counters, rows_per_expert=1)
     cosine = torch.nn.functional.cosine_similarity(combine(y, rows.rows, routing.expert_weights), expected, dim=1)
-    assert cosine.min() > 0.9985, cosine  # three roundings to e4m3, relative error 2.65% each, of which two weights see none
+    assert cosine.min() > 0.999, cosine

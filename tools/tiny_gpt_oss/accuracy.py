@@ -1,10 +1,11 @@
 """How far each way of computing the trained model is from fp32: top-1 agreement and KL divergence at held-out positions.
 
 `fp32` takes the stored weights (MXFP4 experts, the rest bf16) and computes in fp32: the reference. `bf16` computes the same weights in
-bf16; `fp8_weights` takes the converted experts in fp32; `prefill_fp8` and `prefill_bf16` run the whole FP8 prefill forward, activations
-rounded too: its kernels on a GPU, their twins on a CPU. Teacher-forced on the gold answers, over the vocabulary rows that training used and
-one row for all the others. Reads a checkpoint that `tandem fixture trained` and `tandem convert` made, and the decisions that `prepare`
-wrote: `python -m tools.tiny_gpt_oss.accuracy --checkpoint DIR --data DATA --prompts 1000 --out FILE`.
+bf16; `fp8_weights` takes the converted experts in fp32; `prefill_fp8`, `prefill_bf16_qkv` and `prefill_bf16` run the whole FP8 prefill
+forward by its projections, activations rounded too: its kernels on a GPU, their twins on a CPU. Teacher-forced on the gold answers, over
+the vocabulary rows that training used and one row for all the others. Reads a checkpoint that `tandem fixture trained` and `tandem convert`
+made, and the decisions that `prepare` wrote:
+`python -m tools.tiny_gpt_oss.accuracy --checkpoint DIR --data DATA --prompts 1000 --out FILE`.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ def ways(checkpoint: Path, device: str) -> dict[str, Logits]:
         "fp32": plain(checkpoint, config, rows, "bf16", torch.float32, device),
         "bf16": plain(checkpoint, config, rows, "bf16", torch.bfloat16, device),
         "prefill_fp8": prefill(checkpoint, config, rows, "fp8", device),
+        "prefill_bf16_qkv": prefill(checkpoint, config, rows, "bf16_qkv", device),
         "prefill_bf16": prefill(checkpoint, config, rows, "bf16", device),
     }
     if device == "cpu":  # the plain forward takes FP8 experts on a CPU alone
