@@ -27,7 +27,7 @@ from kernels.reference import (
     swiglu_ref,
 )
 from kernels.router import fold_router, route
-from model.prefill_weights import pack_experts
+from model.fp8_experts import pack_experts
 from model.shards import Fp8Matrix
 from tests.support.emulated_cuda import emulated  # noqa: F401
 

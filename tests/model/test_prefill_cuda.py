@@ -14,9 +14,10 @@ from common.rank_spec import RankSpec
 from kernels import experts_prefill, moe_prefill, norm, quantize
 from kernels.quantize import empty_fp8_rows
 from kernels.reference import fp8_quant_blocks_ref, fp8_quant_hidden_ref, fp8_quant_rows_bias_ref
-from model import prefill_pieces, prefill_weights
+from model import fp8_experts, prefill_pieces, prefill_weights
 from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.build import build_model
+from model.fp8_experts import pack_experts
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
@@ -24,7 +25,7 @@ from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_pieces import PiecewisePrefill, cut_pieces
-from model.prefill_weights import pack_experts, prepare_prefill_weights
+from model.prefill_weights import prepare_prefill_weights
 from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.thread_group import ThreadGroup, run_ranks
@@ -105,7 +106,8 @@ def exact_formats(monkeypatch):
     for module in (quantize, norm, moe_prefill, prefill_pieces):
         monkeypatch.setattr(module, "empty_fp8_rows", empty_rows)
     monkeypatch.setattr(experts_prefill, "fp8_quant_hidden_ref", hidden)
-    monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
+    for module in (prefill_weights, fp8_experts):
+        monkeypatch.setattr(module, "fp8_quant_blocks_ref", blocks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
