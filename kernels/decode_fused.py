@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import ShapeError
 from kernels import cuda_library
 from kernels.attention_decode import num_chunks
-from kernels.reference import apply_rope_ref, rms_norm_ref, route_ref, write_kv_ref
+from kernels.reference import apply_rope_ref, combine_rows_ref, rms_norm_ref, route_ref, write_kv_ref
 
 HEAD_DIM = 64
 MAX_STREAMED_TOKENS = 16  # above this the library's GEMM takes over
@@ -285,21 +285,25 @@ def combine_norm(
     first_expert: int,
     num_local_experts: int,
     normed,
+    rows=None,
 ) -> None:
     """residual += sum over the token's local experts of weight * output; normed = RMSNorm of the new residual.
 
-    Shapes: pairs [B, k, C] bf16; expert_ids [B, k] int32; expert_weights [B, k] fp32; residual, normed [B, C] bf16; norm_weight [C] bf16
+    Shapes: rows None: pairs [B, k, C] bf16; else rows [B, k] int32: which row of pairs [M, C] bf16 a choice's output is, -1 if not local
+    Shapes: expert_ids [B, k] int32; expert_weights [B, k] fp32; residual, normed [B, C] bf16; norm_weight [C] bf16
     Effects: one kernel; entries of experts that are not local, or -1, are not read
     """
     if cuda_library.runs(residual):
         launch_combine_norm(
             residual, norm_weight, normed, eps=eps, pairs=pairs, expert_ids=expert_ids, expert_weights=expert_weights,
-            first_expert=first_expert, num_local_experts=num_local_experts,
+            first_expert=first_expert, num_local_experts=num_local_experts, rows=rows,
         )  # fmt: skip
         return
-    local = (expert_ids >= first_expert) & (expert_ids < first_expert + num_local_experts)
-    terms = torch.where(local[..., None], pairs.float() * expert_weights[..., None], 0.0)
-    residual.copy_(residual.float() + terms.sum(1))
+    if rows is None:
+        local = (expert_ids >= first_expert) & (expert_ids < first_expert + num_local_experts)
+        rows = torch.where(local, torch.arange(expert_ids.numel(), device=pairs.device).view_as(expert_ids), -1)
+        pairs = pairs.flatten(0, 1)
+    residual.copy_(residual.float() + combine_rows_ref(pairs, rows, expert_weights))
     normed.copy_(rms_norm_ref(residual, norm_weight, eps))
 
 
@@ -316,12 +320,13 @@ def launch_combine_norm(
     expert_weights=None,
     first_expert=0,
     num_local_experts=0,
+    rows=None,
 ) -> None:
     """The launch behind `embed_norm` and `combine_norm`."""
     choices = 0 if expert_ids is None else expert_ids.shape[1]
     cuda_library.call(
-        "decode_fused", "tandem_combine_norm", token_ids, embedding, pairs, expert_ids, expert_weights, residual, norm_weight, normed,
-        *residual.shape, choices, first_expert, num_local_experts, float(eps),
+        "decode_fused", "tandem_combine_norm", token_ids, embedding, pairs, expert_ids if rows is None else rows, expert_weights, residual,
+        norm_weight, normed, *residual.shape, choices, first_expert, num_local_experts, rows is not None, float(eps),
     )  # fmt: skip
 
 

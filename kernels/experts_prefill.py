@@ -98,29 +98,31 @@ def split_tokens(rows_per_expert: float) -> bool:
 
 def experts_gate_up(
     expert_rows: ExpertRows, weight: Tensor, weight_scales: Tensor, intermediate: int, counters: Tensor, *,
-    rows_per_expert: float, alpha: float = 1.702, limit: float = 7.0,
+    rows_per_expert: float, alpha: float = 1.702, limit: float = 7.0, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Gate/up product, SwiGLU and FP8 of the hidden rows, with `BIAS_COLUMNS` behind them.
 
     Shapes: weight [E, 2I rounded up to 128, P] float8_e4m3fn in `gate_up_order`, bias inside; weight_scales [E, ceil(2I / 128), P / 128],
         the same along P, as `fold_bias` leaves them
     Shapes: counters: `empty_counters`. Units: rows_per_expert: `split_tokens`
-    Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`; rows past the last expert's hold anything
+    Returns: [M, P'] float8_e4m3fn in units of `hidden_scale(limit)`, `out` if that is given; rows past the last expert's hold anything
     Effects: capturable; no host sync
     Source: `grouped_product_ref`, `swiglu_ref`, `fp8_quant_hidden_ref`
     """
     if not cuda_library.runs(weight):
         plain = restore_rows(weight, gate_up_order(2 * intermediate), 2 * intermediate)
         product = grouped_product_ref(expert_rows.q, expert_rows.scales, plain, weight_scales, expert_rows.ends)
-        return fp8_quant_hidden_ref(swiglu_ref(product, alpha=alpha, limit=limit), hidden_scale(limit), BIAS_COLUMNS)
+        hidden = fp8_quant_hidden_ref(swiglu_ref(product, alpha=alpha, limit=limit), hidden_scale(limit), BIAS_COLUMNS)
+        return hidden if out is None else out.copy_(hidden)
     rows = expert_rows.q.shape[0]
-    q = torch.empty((rows, padded_columns(intermediate, BIAS_COLUMNS)), dtype=torch.float8_e4m3fn, device=weight.device)
+    if out is None:
+        out = torch.empty((rows, padded_columns(intermediate, BIAS_COLUMNS)), dtype=torch.float8_e4m3fn, device=weight.device)
     cuda_library.call(
-        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, q, counters, rows,
-        weight.shape[0], weight.shape[1], weight.shape[2] // FP8_BLOCK, q.shape[1], intermediate, BIAS_COLUMNS, alpha, limit,
+        NAME, "experts_gate_up", expert_rows.q, expert_rows.scales, expert_rows.ends, weight, weight_scales, out, counters, rows,
+        weight.shape[0], weight.shape[1], weight.shape[2] // FP8_BLOCK, out.shape[1], intermediate, BIAS_COLUMNS, alpha, limit,
         hidden_scale(limit), split_tokens(rows_per_expert), _grid(weight),
     )  # fmt: skip
-    return q
+    return out
 
 
 def experts_down(
@@ -132,19 +134,22 @@ def experts_down(
     *,
     rows_per_expert: float,
     limit: float = 7.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Down product.
 
     Shapes: q [M, P] float8_e4m3fn from `experts_gate_up`; weight [E, C, P] float8_e4m3fn in `down_order`, bias inside
-    Returns: [M, C] bf16 on CUDA, fp32 elsewhere; rows past the last expert's hold anything
+    Returns: [M, C] bf16 on CUDA, fp32 elsewhere, or `out`; rows past the last expert's hold anything
     Effects: capturable; no host sync
     Source: `grouped_product_ref`
     """
     hidden = weight.shape[1]
     if not cuda_library.runs(weight):
-        scales = torch.full((q.shape[0], 1), hidden_scale(limit))
-        return grouped_product_ref(q, scales, restore_rows(weight, down_order(hidden), hidden), weight_scales, expert_rows.ends)
-    out = torch.empty((q.shape[0], hidden), dtype=torch.bfloat16, device=q.device)
+        scales = torch.full((q.shape[0], 1), hidden_scale(limit), device=q.device)
+        product = grouped_product_ref(q, scales, restore_rows(weight, down_order(hidden), hidden), weight_scales, expert_rows.ends)
+        return product if out is None else out.copy_(product)
+    if out is None:
+        out = torch.empty((q.shape[0], hidden), dtype=torch.bfloat16, device=q.device)
     cuda_library.call(
         NAME, "experts_down", q, expert_rows.ends, weight, weight_scales, out, counters, q.shape[0], weight.shape[0], hidden,
         weight.shape[2] // FP8_BLOCK, hidden_scale(limit), split_tokens(rows_per_expert), _grid(weight),

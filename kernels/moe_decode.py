@@ -11,6 +11,7 @@ Layout of packed weights `[E, R/32, C/32, 544] uint8`: one unit holds 32 rows x 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,26 @@ BIT_PLACES = (
 )
 
 
+class ExpertOutputs(NamedTuple):
+    """What the experts of a step leave for the weighted sum over a token's choices.
+
+    Shapes: rows None: pairs [B, k, C] bf16, entries of experts that are not local hold anything; else rows [B, k] int32: whose row of
+        pairs [M, C] a choice's output is, -1 if its expert is not local
+    """
+
+    pairs: Tensor
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Mxfp4Scratch:
+    """What the experts of a step need, at the largest batch. Shapes: hidden [B * k, I], pairs [B, k, C] bf16; arrived [2] int32, zero"""
+
+    hidden: Tensor
+    pairs: Tensor
+    arrived: Tensor
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """One layer's local experts for decode.
@@ -46,6 +67,23 @@ class ExpertWeights:
     down_bias: Tensor
     first_expert: int = 0
     all_experts: int = 0
+
+    @property
+    def num_local(self) -> int:
+        return self.gate_up.shape[0]
+
+    def scratch(self, tokens: int, k: int, device: torch.device | str) -> Mxfp4Scratch:
+        inner, hidden = self.gate_up.shape[1] * UNIT_ROWS // 2, self.down.shape[1] * UNIT_ROWS
+        return Mxfp4Scratch(
+            torch.empty(tokens * k, inner, dtype=torch.bfloat16, device=device),
+            torch.empty(tokens, k, hidden, dtype=torch.bfloat16, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
+        )
+
+    def run(self, x: Tensor, expert_ids: Tensor, scratch: Mxfp4Scratch, *, alpha: float, limit: float) -> ExpertOutputs:
+        """As `experts_decode`, over the scratch's first rows."""
+        hidden, out = scratch.hidden[: expert_ids.numel()], scratch.pairs[: x.shape[0]]
+        return ExpertOutputs(experts_decode(x, expert_ids, self, hidden=hidden, arrived=scratch.arrived, out=out, alpha=alpha, limit=limit))
 
 
 def pack_mxfp4(blocks: Tensor, scales: Tensor, *, gate_up: bool) -> Tensor:

@@ -111,11 +111,12 @@ class Peers:
         first_expert: int,
         num_local_experts: int,
         normed: Tensor,
+        rows: Tensor | None = None,
     ) -> None:
         """As `kernels.decode_fused.combine_norm`, over the experts of all ranks. A rank's own sum travels as bf16."""
         self._sum(
-            residual, pairs=pairs, expert_ids=expert_ids, expert_weights=expert_weights, norm_weight=norm_weight, normed=normed, eps=eps,
-            first_expert=first_expert, num_local_experts=num_local_experts,
+            residual, pairs=pairs, expert_ids=expert_ids, rows=rows, expert_weights=expert_weights, norm_weight=norm_weight,
+            normed=normed, eps=eps, first_expert=first_expert, num_local_experts=num_local_experts,
         )  # fmt: skip
 
     def _sum(
@@ -126,6 +127,7 @@ class Peers:
         bias=None,
         pairs=None,
         expert_ids=None,
+        rows=None,
         expert_weights=None,
         norm_weight=None,
         normed=None,
@@ -135,8 +137,8 @@ class Peers:
     ) -> None:
         choices = 0 if expert_ids is None else expert_ids.shape[1]
         self._call(
-            "sum_rows", "sums", x, pairs, expert_ids, expert_weights, bias, residual, norm_weight, normed, *residual.shape, choices,
-            first_expert, num_local_experts, float(eps),
+            "sum_rows", "sums", x, pairs, expert_ids if rows is None else rows, expert_weights, bias, residual, norm_weight, normed,
+            *residual.shape, choices, first_expert, num_local_experts, rows is not None, float(eps),
         )  # fmt: skip
 
     def meet_best(self, scratch: SamplingScratch, seq_lens: Tensor, tokens: Tensor, first_word: int) -> None:

@@ -69,8 +69,8 @@ constexpr int kMaxChoices = 8;
 struct CombineArgs {
   const int32_t* token_ids;     // [tokens] with `embedding`, else null
   const uint16_t* embedding;    // [vocab, columns]
-  const uint16_t* pairs;        // [tokens, choices, columns] expert outputs, or null
-  const int32_t* expert_ids;    // [tokens, choices]
+  const uint16_t* pairs;        // [tokens, choices, columns] expert outputs, or null; sorted: [rows, columns]
+  const int32_t* expert_ids;    // [tokens, choices]; sorted: rows of `pairs`, -1 for none
   const float* expert_weights;  // [tokens, choices]
   uint16_t* residual;           // [tokens, columns] in and out
   const uint16_t* norm_weight;  // [columns]
@@ -80,8 +80,9 @@ struct CombineArgs {
 };
 
 // grid (tokens): eight columns a thread. residual = embedding row, or residual + weighted expert outputs; normed = RMSNorm of it.
-// At most 40 registers: a block then finds room beside one of the experts kernel for few tokens.
-__global__ void __launch_bounds__(512, 3) combine_norm(CombineArgs a) {
+// At most 40 registers: a block then finds room beside one of the 4-bit experts kernel for few tokens; the FP8 one, which sorts, has no room.
+template <bool SORTED>
+__global__ void __launch_bounds__(512, SORTED ? 2 : 3) combine_norm(CombineArgs a) {
   __shared__ float sums[16];
   const int token = blockIdx.x, at = threadIdx.x * 8;
   const bool active = at < a.columns;
@@ -93,13 +94,15 @@ __global__ void __launch_bounds__(512, 3) combine_norm(CombineArgs a) {
   uint4 old = make_uint4(0, 0, 0, 0);
   uint32_t local = 0;  // choices whose experts are here
   float weight[kMaxChoices] = {};
+  int row[kMaxChoices] = {};
   if (a.pairs) {
     if (active) old = load_global_16(a.residual + static_cast<size_t>(token) * a.columns + at);
 #pragma unroll
     for (int k = 0; k < kMaxChoices; k++)
       if (k < a.choices) {
         const int e = __ldcg(a.expert_ids + token * a.choices + k);
-        local |= static_cast<uint32_t>(e >= a.first_expert && e < a.first_expert + a.experts) << k;
+        local |= static_cast<uint32_t>(SORTED ? e >= 0 : e >= a.first_expert && e < a.first_expert + a.experts) << k;
+        if (SORTED) row[k] = e;
         weight[k] = __ldcg(a.expert_weights + token * a.choices + k);
       }
   }
@@ -114,7 +117,10 @@ __global__ void __launch_bounds__(512, 3) combine_norm(CombineArgs a) {
     if (a.pairs) {
 #pragma unroll
       for (int k = 0; k < kMaxChoices; k++)
-        if (local >> k & 1) add(load_global_16(a.pairs + (static_cast<size_t>(token) * a.choices + k) * a.columns + at), weight[k]);
+        if (local >> k & 1) {
+          const size_t from = SORTED ? row[k] : static_cast<size_t>(token) * a.choices + k;
+          add(load_global_16(a.pairs + from * a.columns + at), weight[k]);
+        }
     } else {
       old = load_global_16(a.embedding + static_cast<size_t>(max(__ldcg(a.token_ids + token), 0)) * a.columns + at);
     }
@@ -228,14 +234,14 @@ extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, co
 
 extern "C" int tandem_combine_norm(const void* token_ids, const void* embedding, const void* pairs, const void* expert_ids,
                                    const void* expert_weights, void* residual, const void* norm_weight, void* normed, int tokens,
-                                   int columns, int choices, int first_expert, int experts, float eps, void* stream) {
+                                   int columns, int choices, int first_expert, int experts, int is_sorted, float eps, void* stream) {
   if (columns % 8 || columns > 4096 || choices > kMaxChoices) return -1;
   const CombineArgs a = {static_cast<const int32_t*>(token_ids), static_cast<const uint16_t*>(embedding),
                          static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
                          static_cast<const float*>(expert_weights), static_cast<uint16_t*>(residual),
                          static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed), columns, choices, first_expert, experts,
                          eps};
-  return launch(combine_norm, dim3(tokens), row_threads(columns), 0, stream, a);
+  return launch(is_sorted ? combine_norm<true> : combine_norm<false>, dim3(tokens), row_threads(columns), 0, stream, a);
 }
 
 extern "C" int tandem_rotate_write(const void* qkv, const void* bias, void* q, void* kv_pool, const void* slots, const void* cos_sin,

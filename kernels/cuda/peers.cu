@@ -62,8 +62,8 @@ __device__ __forceinline__ void meet(const Meeting& m, int row, uint32_t count) 
 struct SumArgs {
   Meeting meeting;
   const uint16_t* x;            // [tokens, columns] this rank's part, or null if it is made of `pairs`
-  const uint16_t* pairs;        // [tokens, choices, columns] expert outputs
-  const int32_t* expert_ids;    // [tokens, choices]
+  const uint16_t* pairs;        // [tokens, choices, columns] expert outputs; sorted: [rows, columns]
+  const int32_t* expert_ids;    // [tokens, choices]; sorted: rows of `pairs`, -1 for none
   const float* expert_weights;  // [tokens, choices]
   const uint16_t* bias;         // [columns] or null
   uint16_t* residual;           // [tokens, columns] in and out
@@ -84,7 +84,7 @@ __device__ __forceinline__ float square_sum(uint32_t v) { return bf16_low(v) * b
 
 // grid (tokens): eight columns a thread. residual += bias + the ranks' parts, added in fp32 in rank order, so that all ranks get the same
 // bits; normed = RMSNorm of it. Parts travel as bf16 [2 halves][rows][ranks][columns].
-template <int RANKS>
+template <int RANKS, bool SORTED>
 __global__ void __launch_bounds__(512) sum_rows(const __grid_constant__ SumArgs a) {
   __shared__ float sums[16];
   const Meeting& m = a.meeting;
@@ -109,8 +109,10 @@ __global__ void __launch_bounds__(512) sum_rows(const __grid_constant__ SumArgs 
 #pragma unroll 4
       for (int k = 0; k < a.choices; k++) {
         const int e = __ldcg(a.expert_ids + row * a.choices + k);
-        if (e >= a.first_expert && e < a.first_expert + a.experts)
-          add_8(x, load_global_16(a.pairs + (static_cast<size_t>(row) * a.choices + k) * a.columns + at), __ldcg(a.expert_weights + row * a.choices + k));
+        if (SORTED ? e >= 0 : e >= a.first_expert && e < a.first_expert + a.experts) {
+          const size_t from = SORTED ? e : static_cast<size_t>(row) * a.choices + k;
+          add_8(x, load_global_16(a.pairs + from * a.columns + at), __ldcg(a.expert_weights + row * a.choices + k));
+        }
       }
       own = pack_8(x);
     }
@@ -269,7 +271,7 @@ Meeting meeting_of(void* counts, void* status, const void* places, float timeout
 extern "C" int tandem_sum_rows(void* counts, void* status, const void* places, float timeout_ms, int rank, int ranks,
                                const void* x, const void* pairs, const void* expert_ids, const void* expert_weights, const void* bias,
                                void* residual, const void* norm_weight, void* normed, int tokens, int columns, int choices,
-                               int first_expert, int experts, float eps, void* stream) {
+                               int first_expert, int experts, int is_sorted, float eps, void* stream) {
   if (columns % 8 || columns > 4096 || tokens > kMaxRows) return -1;
   const SumArgs a = {meeting_of(counts, status, places, timeout_ms, rank, ranks), static_cast<const uint16_t*>(x),
                      static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
@@ -278,9 +280,9 @@ extern "C" int tandem_sum_rows(void* counts, void* status, const void* places, f
                      eps};
   const int threads = (columns / 8 + 31) / 32 * 32;
   switch (ranks) {
-    case 2: return launch(sum_rows<2>, dim3(tokens), threads, 0, stream, a);
-    case 4: return launch(sum_rows<4>, dim3(tokens), threads, 0, stream, a);
-    case 8: return launch(sum_rows<8>, dim3(tokens), threads, 0, stream, a);
+    case 2: return launch(is_sorted ? sum_rows<2, true> : sum_rows<2, false>, dim3(tokens), threads, 0, stream, a);
+    case 4: return launch(is_sorted ? sum_rows<4, true> : sum_rows<4, false>, dim3(tokens), threads, 0, stream, a);
+    case 8: return launch(is_sorted ? sum_rows<8, true> : sum_rows<8, false>, dim3(tokens), threads, 0, stream, a);
     default: return -1;
   }
 }

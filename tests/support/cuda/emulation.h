@@ -220,6 +220,14 @@ inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
   for (int i = 0; i < 32; i++) bits |= all[i].words[0];
   return bits;
 }
+inline int __reduce_add_sync(unsigned, int value) {
+  emulation::LaneInput in = {};
+  in.words[0] = static_cast<uint32_t>(value);
+  const auto* all = emulation::exchange(in);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += static_cast<int>(all[i].words[0]);
+  return sum;
+}
 inline int __reduce_max_sync(unsigned, int value) {
   emulation::LaneInput in = {};
   in.words[0] = static_cast<uint32_t>(value);
