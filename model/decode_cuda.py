@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.errors import ConfigError, NotSupportedError
+from common.errors import ConfigError
 from kernels.attention_decode import BLOCK_SIZE, SplitWorkspace, attention_full, attention_sliding
 from kernels.decode_fused import (
     MAX_STREAMED_TOKENS,
@@ -29,13 +29,14 @@ from kernels.decode_fused import (
     qkv_rope_write,
     vocabulary_logits,
 )
-from kernels.moe_decode import ExpertWeights, experts_decode, pack_mxfp4
+from kernels.moe_decode import ExpertOutputs
 from kernels.peers import Peers
 from kernels.reference import yarn_inv_freq_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
-from model.config import MXFP4_GROUP, ModelConfig
+from model.config import ModelConfig
+from model.decode_experts import DecodeExperts, pack_decode_experts
 from model.kv_cache import KVCache
-from model.shards import LayerShard, Mxfp4Matrix, ShardWeights
+from model.shards import LayerShard, ShardWeights
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS_PER_ROUTE_COUNTER = 8
@@ -57,7 +58,7 @@ class DecodeLayer:
     mlp_norm: Tensor
     router: Tensor
     router_bias: Tensor
-    experts: ExpertWeights
+    experts: DecodeExperts
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -
     """A loaded shard in the decode kernels' layouts.
 
     Units: layers: taken from the left one by one in place of the shard's own, so that memory holds one layer twice at most
-    Raises: NotSupportedError unless the experts are MXFP4 and whole
+    Raises: as `pack_decode_experts`
     """
     left = deque(shard.layers) if layers is None else layers
     packed = []
@@ -85,11 +86,6 @@ def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -
 
 
 def _pack_layer(layer: LayerShard) -> DecodeLayer:
-    experts = layer.experts
-    if not isinstance(experts.gate_up, Mxfp4Matrix) or not isinstance(experts.down, Mxfp4Matrix):
-        raise NotSupportedError("decode on the GPU takes MXFP4 experts; set weights: mxfp4 for this pool")
-    hidden = experts.gate_up.blocks.shape[2] * MXFP4_GROUP
-    gate_up, gate_up_bias = _pad_rows(experts.gate_up, experts.gate_up_bias, 2 * hidden)
     router, router_bias = _pad_router(layer.router, layer.router_bias)
     return DecodeLayer(
         attn_norm=layer.attn_norm,
@@ -101,27 +97,8 @@ def _pack_layer(layer: LayerShard) -> DecodeLayer:
         mlp_norm=layer.mlp_norm,
         router=router,
         router_bias=router_bias,
-        experts=ExpertWeights(
-            pack_mxfp4(gate_up.blocks, gate_up.scales, gate_up=True),
-            gate_up_bias.bfloat16(),
-            pack_mxfp4(*_pad_groups(experts.down, hidden // MXFP4_GROUP), gate_up=False),
-            experts.down_bias.bfloat16(),
-            experts.first_expert,
-            layer.router.shape[0],
-        ),
+        experts=pack_decode_experts(layer.experts, layer.router.shape[1], layer.router.shape[0]),
     )
-
-
-def _pad_rows(matrix: Mxfp4Matrix, bias: Tensor, rows: int) -> tuple[Mxfp4Matrix, Tensor]:
-    """Zero rows at the end: the kernel's two products are of one width, that of the hidden state; gpt-oss itself has it."""
-    missing = rows - matrix.blocks.shape[1]
-    padded = Mxfp4Matrix(pad(matrix.blocks, (0, 0, 0, 0, 0, missing)), pad(matrix.scales, (0, 0, 0, missing)))
-    return (padded, pad(bias, (0, missing))) if missing else (matrix, bias)
-
-
-def _pad_groups(matrix: Mxfp4Matrix, groups: int) -> tuple[Tensor, Tensor]:
-    missing = groups - matrix.blocks.shape[2]
-    return pad(matrix.blocks, (0, 0, 0, missing)), pad(matrix.scales, (0, missing))
 
 
 def _pad_router(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +162,9 @@ class _Scratch:
         self.residual, self.normed, self.projected = bf16(rows, hidden), bf16(vocabulary_rows, hidden), bf16(rows, hidden)
         self.qkv, self.q = bf16(rows, layer.qkv.shape[0]), bf16(rows, q_heads, config.head_dim)
         self.attention = bf16(rows, q_heads, config.head_dim)
-        self.hidden, self.pairs = bf16(rows * k, config.intermediate_size), bf16(rows, k, hidden)
+        self.experts = layer.experts.scratch(rows, k, device)
         self.route_logits, self.expert_weights = fp32(rows, layer.router.shape[0]), fp32(rows, k)
         self.expert_ids, self.route_arrived = ints(rows, k), ints(-(-rows // TOKENS_PER_ROUTE_COUNTER))
-        self.experts_arrived = ints(2)
         self.cos_sin = fp32(rows, config.head_dim // 2, 2)
         self.full_slots, self.sliding_slots = ints(rows), ints(rows)
         self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
@@ -213,7 +189,7 @@ def _nbytes(holder: object) -> int:
     """Bytes of the tensors of an object and of those in it; views of another's memory have none of their own."""
     parts = vars(holder).values()
     own = sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, Tensor) and part._base is None)
-    return own + sum(_nbytes(part) for part in parts if isinstance(part, SplitWorkspace | SamplingScratch))
+    return own + sum(_nbytes(part) for part in parts if is_dataclass(part))
 
 
 class CudaDecode:
@@ -306,8 +282,8 @@ class CudaDecode:
         embed_norm(self.token_ids[:rows], self._weights.embed, layers[0].attn_norm, eps=eps, residual=residual, normed=normed)
         for index, layer in enumerate(layers):
             self._attention(index, layer, rows)
-            self._experts(index, layer, rows)
-            self._combine(layer, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
+            outputs = self._experts(index, layer, rows)
+            self._combine(layer, outputs, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
         self._pick_tokens(rows, all_greedy)
 
     def _attention(self, index: int, layer: DecodeLayer, rows: int) -> None:
@@ -329,7 +305,7 @@ class CudaDecode:
             partial_projection(out.flatten(1), layer.o, s.projected[:rows])
             self._peers.sum_projection(s.projected[:rows], layer.o_bias, s.residual[:rows])
 
-    def _experts(self, index: int, layer: DecodeLayer, rows: int) -> None:
+    def _experts(self, index: int, layer: DecodeLayer, rows: int) -> ExpertOutputs:
         s, config = self._scratch, self.config
         ids = s.expert_ids[:rows]
         norm_route(
@@ -346,29 +322,21 @@ class CudaDecode:
             expert_weights=s.expert_weights[:rows],
             logits_override=None if self.logits_override is None else self.logits_override[index, :rows],
         )
-        experts_decode(
-            s.normed[:rows],
-            ids,
-            layer.experts,
-            hidden=s.hidden[: rows * config.experts_per_token],
-            arrived=s.experts_arrived,
-            out=s.pairs[:rows],
-            alpha=config.swiglu_alpha,
-            limit=config.swiglu_limit,
-        )
+        return layer.experts.run(s.normed[:rows], ids, s.experts, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
 
-    def _combine(self, layer: DecodeLayer, norm_weight: Tensor, rows: int) -> None:
+    def _combine(self, layer: DecodeLayer, outputs: ExpertOutputs, norm_weight: Tensor, rows: int) -> None:
         s, experts = self._scratch, layer.experts
         (combine_norm if self._peers is None else self._peers.sum_experts_norm)(
-            s.pairs[:rows],
+            outputs.pairs,
             s.expert_ids[:rows],
             s.expert_weights[:rows],
             s.residual[:rows],
             norm_weight,
             eps=self.config.rms_norm_eps,
             first_expert=experts.first_expert,
-            num_local_experts=experts.gate_up.shape[0],
+            num_local_experts=experts.num_local,
             normed=s.normed[:rows],
+            rows=outputs.rows,
         )
 
     def _pick_tokens(self, rows: int, all_greedy: bool) -> None:

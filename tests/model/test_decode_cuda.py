@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import NotSupportedError
-from kernels.reference import mxfp4_dequant_ref
+from common.errors import NotSupportedError, ShapeError
+from kernels.moe_decode_fp8 import Fp8ExpertWeights
+from kernels.reference import fp8_quant_blocks_ref, mxfp4_dequant_ref
 from model.batch import SequenceView, build_decode_batch
 from model.config import ModelConfig
 from model.decode_cuda import CudaDecode, pack_weights
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup
-from model.shards import ExpertShard, LayerShard, Mxfp4Matrix, ShardWeights
+from model.shards import ExpertShard, Fp8Matrix, LayerShard, Mxfp4Matrix, ShardWeights
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
 HIDDEN, INNER, EXPERTS, HEADS, KV_HEADS, VOCAB, LAYERS, S = 256, 256, 16, 8, 2, 1024, 4, 16
@@ -27,8 +28,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def make_shards(seed):
-    """The same random weights twice: as the GPU loads them (bf16, MXFP4) and as the plain forward takes them (fp32, dense)."""
+FORMATS = pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+
+
+def make_shards(seed, weights="mxfp4"):
+    """The same random weights twice: as the GPU loads them (bf16, packed experts) and as the plain forward takes them (fp32, dense)."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape, std=1.0):
@@ -51,6 +55,9 @@ def make_shards(seed):
         plain = {name: getattr(layer, name).float() for name in LayerShard.__dataclass_fields__ if name != "experts"}
         experts = ExpertShard(0, INNER, mxfp4_dequant_ref(gate_up.blocks, gate_up.scales), biases[0],
                               mxfp4_dequant_ref(down.blocks, down.scales), biases[1])  # fmt: skip
+        if weights == "fp8":  # the same values: a 4-bit one times a power of two is one of eight bits
+            in_fp8 = (Fp8Matrix(*fp8_quant_blocks_ref(m), *m.shape[1:]) for m in (experts.gate_up, experts.down))
+            layer = replace(layer, experts=ExpertShard(0, INNER, next(in_fp8), biases[0], next(in_fp8), biases[1]))
         packed.append(layer)
         dense.append(LayerShard(**plain, experts=experts))
     ends = randn(VOCAB, HIDDEN), 1 + randn(HIDDEN, std=0.1), randn(VOCAB, HIDDEN, std=0.15)
@@ -58,10 +65,10 @@ def make_shards(seed):
     return gpu, replace(gpu, embed=ends[0].float(), layers=tuple(dense), norm=ends[1].float(), lm_head=ends[2].float())
 
 
-def make_case(lens, seed=1):
+def make_case(lens, seed=1, weights="mxfp4"):
     """A decode step over random KV in shuffled blocks. Returns: the GPU step with its inputs, the plain step's logits."""
     g = torch.Generator().manual_seed(seed)
-    gpu, plain = make_shards(seed)
+    gpu, plain = make_shards(seed, weights)
     firsts = [max(0, n - 128) // S for n in lens]
     needs = [-(-n // S) for n in lens]
     full = torch.randperm(sum(needs), generator=g).split(needs)
@@ -85,19 +92,21 @@ def make_case(lens, seed=1):
     return decode, want, caches
 
 
-def test_step_matches_the_plain_forward(emulated):  # noqa: F811
-    decode, want, caches = make_case([1, 127, 129, 600, 40])
+@FORMATS
+def test_step_matches_the_plain_forward(emulated, weights):  # noqa: F811
+    decode, want, caches = make_case([1, 127, 129, 600, 40], weights=weights)
     decode.step(5)
-    error = (decode.logits - want).abs()
-    assert error.max() < 3e-2 * want.abs().max(), f"{error.max()} of {want.abs().max()}"
-    assert error.square().mean().sqrt() < 2e-2 * want.square().mean().sqrt()  # bf16 activations through four random layers
+    error, wider = (decode.logits - want).abs(), 5 if weights == "fp8" else 1  # tokens and hidden rows have 4 bits then
+    assert error.max() < wider * 3e-2 * want.abs().max(), f"{error.max()} of {want.abs().max()}"
+    assert error.square().mean().sqrt() < wider * 2e-2 * want.square().mean().sqrt()  # bf16 activations through four random layers
     assert torch.equal(decode.token_ids, decode.logits.argmax(-1).int())
     for got, plain in ((caches[0].full, caches[1].full), (caches[0].sliding, caches[1].sliding)):
-        assert (got.float() - plain).abs().max() < 3e-2 * plain.abs().max()  # new K and V in the same slots, all else untouched
+        assert (got.float() - plain).abs().max() < wider * 3e-2 * plain.abs().max()  # new K and V in the same slots, all else untouched
 
 
-def test_padded_rows_change_nothing(emulated):  # noqa: F811
-    decode, _, caches = make_case([70, 33, 140])
+@FORMATS
+def test_padded_rows_change_nothing(emulated, weights):  # noqa: F811
+    decode, _, caches = make_case([70, 33, 140], weights=weights)
     tokens = decode.token_ids.clone()
     decode.step(3)
     whole = decode.logits.clone()
@@ -111,8 +120,9 @@ def test_padded_rows_change_nothing(emulated):  # noqa: F811
     assert decode.token_ids[1] == 0
 
 
-def test_nan_in_one_sequence_fails_that_row_alone(emulated):  # noqa: F811
-    decode, _, caches = make_case([70, 33, 140])
+@FORMATS
+def test_nan_in_one_sequence_fails_that_row_alone(emulated, weights):  # noqa: F811
+    decode, _, caches = make_case([70, 33, 140], weights=weights)
     tokens = decode.token_ids.clone()
     decode.step(3)
     whole = decode.logits.clone()
@@ -123,7 +133,31 @@ def test_nan_in_one_sequence_fails_that_row_alone(emulated):  # noqa: F811
     assert decode.token_ids[1] == -1
 
 
-def test_experts_that_are_not_mxfp4_are_refused():
+@FORMATS
+def test_a_row_does_not_depend_on_its_bucket(emulated, weights):  # noqa: F811
+    decode, _, _ = make_case([70, 33, 140], weights=weights)
+    tokens = decode.token_ids.clone()
+    decode.step(3)
+    whole = decode.logits.clone()
+    decode.token_ids.copy_(tokens)
+    decode.step(1)
+    assert torch.equal(decode.logits[0], whole[0])
+
+
+def test_experts_of_another_format_are_refused():
     _, plain = make_shards(1)
-    with pytest.raises(NotSupportedError):
+    with pytest.raises(NotSupportedError, match="MXFP4 or FP8"):
         pack_weights(plain)
+
+
+def test_fp8_experts_of_sizes_without_a_kernel_are_refused():
+    shard, _ = make_shards(1, "fp8")
+    experts = replace(shard.layers[0].experts, intermediate=66)
+    with pytest.raises(ShapeError, match="of 66 hidden columns"):
+        pack_weights(replace(shard, layers=(replace(shard.layers[0], experts=experts),)))
+
+
+def test_the_format_of_a_layer_is_that_of_its_shard():
+    experts = pack_weights(make_shards(1, "fp8")[0]).layers[0].experts
+    assert isinstance(experts, Fp8ExpertWeights)
+    assert (experts.num_local, experts.first_expert, experts.intermediate) == (EXPERTS, 0, INNER)

@@ -12,7 +12,7 @@ from model.decode_cuda import _nbytes, buffer_bytes
 from model.group import GroupLinks
 from model.kv_memory import agree_on_memory
 from model.parallel import LocalGroup
-from tests.model.test_decode_cuda import CONFIG, S, make_case
+from tests.model.test_decode_cuda import CONFIG, FORMATS, S, make_case
 
 GEOMETRY = CONFIG.kv_geometry(S, "bfloat16")
 GIB = 1 << 30
@@ -45,8 +45,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch, 
         agree(monkeypatch, **options)
 
 
-def test_the_steps_share_is_what_its_buffers_take():
-    decode, _, _ = make_case([40, 33, 7])
+@FORMATS
+def test_the_steps_share_is_what_its_buffers_take(weights):
+    decode, _, _ = make_case([40, 33, 7], weights=weights)
     taken = _nbytes(decode._scratch) + _nbytes(decode.inputs)
     split = sum(part.nbytes for part in (decode._scratch.split.partial_acc, decode._scratch.split.partial_stats))
     computed = buffer_bytes(CONFIG, decode._weights, max_batch=3, max_positions=48)
