@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +18,33 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the ranks put their tensors down and wait for each other. Sums run in rank order, so they are the same every time."""
+    """Where the ranks put their tensors down and wait for each other. Sums run in rank order, so they are the same every time.
 
-    def __init__(self, size: int):
+    `turn`: a lock that a rank holds whenever it does not wait here, or None: ranks run at the same time.
+    """
+
+    def __init__(self, size: int, turn: threading.Lock | None):
         self.size = size
+        self.turn = turn
         self.barrier = threading.Barrier(size)
         self.parts: list[Tensor] = [torch.empty(0)] * size
 
     def swap(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()
-        self.barrier.wait(WAIT_S)
+        self._wait()
         parts = list(self.parts)
-        self.barrier.wait(WAIT_S)  # nobody overwrites a part before all have read it
+        self._wait()  # nobody overwrites a part before all have read it
         return parts
+
+    def _wait(self) -> None:
+        if self.turn is None:
+            self.barrier.wait(WAIT_S)
+            return
+        self.turn.release()
+        try:
+            self.barrier.wait(WAIT_S)
+        finally:
+            self.turn.acquire()
 
 
 class ThreadGroup:
@@ -60,14 +75,18 @@ class ThreadGroup:
         return torch.cat(self._meeting.swap(self.rank, t), dim)
 
 
-def run_ranks(size: int, rank_main: Callable[[ThreadGroup], T]) -> list[T]:
-    """Runs `rank_main` once per rank at the same time. Returns: results by rank. The first rank that fails ends the others."""
-    meeting = _Meeting(size)
+def run_ranks(size: int, rank_main: Callable[[ThreadGroup], T], *, in_turns: bool = False) -> list[T]:
+    """Runs `rank_main` once per rank at the same time. Returns: results by rank. The first rank that fails ends the others.
+
+    Units: in_turns: a rank runs only while the others wait for it, so that compilers of kernels never meet another thread
+    """
+    meeting = _Meeting(size, threading.Lock() if in_turns else None)
 
     def run(rank: int) -> T:
         torch.set_num_threads(1)  # counts per thread
         try:
-            return rank_main(ThreadGroup(meeting, rank))
+            with meeting.turn or contextlib.nullcontext():
+                return rank_main(ThreadGroup(meeting, rank))
         except BaseException:
             meeting.barrier.abort()
             raise
