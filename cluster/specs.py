@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from common.config import Config, PoolNode
 from common.errors import ConfigError
-from common.rank_spec import RankSpec
+from common.rank_spec import CUDA_WEIGHTS, RankSpec
 from common.tls import TlsFiles
 from common.tracing import TracingSpec
 from common.wire import Security
@@ -20,6 +20,7 @@ def plan_group(config: Config, pool: PoolNode, key: bytes, *, device: str, kv_ve
     Raises: ConfigError if this pool can't run on `device`
     """
     _check_transport(config.kv.transport, device)
+    _check_weights(pool, device)
     suffix = secrets.token_hex(3)
     return RankSpec(
         pool=pool.name,
@@ -94,6 +95,13 @@ def fingerprint_of(spec: RankSpec, pool: PoolNode) -> str:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _check_weights(pool: PoolNode, device: str) -> None:
+    """Raises: ConfigError if the kernels of `device` don't take the pool's experts"""
+    served = CUDA_WEIGHTS[pool.role]
+    if device == "cuda" and pool.weights not in served:
+        raise ConfigError(f"pool {pool.name}: weights {pool.weights} in a {pool.role} pool on cuda, which takes {' or '.join(served)}")
 
 
 def _check_transport(transport: str, device: str) -> None:

@@ -61,7 +61,9 @@ class PoolNode(Node):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="DNS label")
     role: Literal["prefill", "decode"]
     layout: LayoutNode = LayoutNode()
-    weights: Literal["mxfp4", "fp8", "bf16"] = Field(default="mxfp4", description="format of the experts' weights in this pool")
+    weights: Literal["mxfp4", "fp8", "bf16"] = Field(
+        default="mxfp4", description="format of the experts; fp8 needs `tandem convert`; on cuda: prefill fp8, decode mxfp4 or fp8"
+    )
     max_batch: int = Field(default=128, ge=1, le=1024, description="decode: sequences per step")
     chunk_tokens: int = Field(default=8192, ge=16, description="prefill: most tokens per forward")
     kv_blocks: int | None = Field(default=None, ge=16, description="KV blocks of the full layers; unset = from free memory")

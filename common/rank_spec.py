@@ -11,6 +11,9 @@ from typing import Literal
 from common.tracing import TracingSpec
 from common.wire import Security
 
+# Formats that the experts of a pool on GPUs may have; a CPU takes all of them.
+CUDA_WEIGHTS = {"prefill": ("fp8",), "decode": ("mxfp4", "fp8")}
+
 
 @dataclass(frozen=True)
 class RankSpec:

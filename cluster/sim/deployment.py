@@ -13,7 +13,7 @@ from common.kv_layout import KVGeometry
 
 GPU_BYTES = {"H200": 141e9}
 USABLE = 0.88  # of a GPU's memory: the rest is activations, graphs and the runtime
-WEIGHT_BYTES = {"gpt-oss-120b": {"mxfp4": 65e9, "fp8": 119e9}, "gpt-oss-20b": {"mxfp4": 14e9, "fp8": 22e9}}
+WEIGHT_BYTES = {"gpt-oss-120b": {"mxfp4": 65e9, "fp8": 121.5e9}, "gpt-oss-20b": {"mxfp4": 14e9, "fp8": 23.1e9}}
 LAYERS = {"gpt-oss-120b": 36, "gpt-oss-20b": 24}
 
 
