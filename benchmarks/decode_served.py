@@ -15,16 +15,18 @@ from common.errors import ServingError
 from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from model.batch import SequenceView, build_decode_batch, build_prefill_batch
-from model.build import build_model
+from model.build import BuiltModel, build_model
+from model.config import ModelConfig
+from model.convert import convert_checkpoint
 from model.decode_step import StepRows
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
 from model.sampling import SamplingState, TokenChoice
 from model.trained_fixture import PACKED, read_packed, write_trained_fixture
-from model.weights import load_shard
+from model.weights import WeightFormat, load_shard
 
-BLOCK_SIZE, BLOCKS, STEPS = 16, 160, 16
+BLOCK_SIZE, BLOCKS, STEPS, MAX_BATCH = 16, 160, 16, 4
 PROMPTS = (140, 20, 127, 131, 64)
 
 
@@ -51,23 +53,43 @@ def told(group: ParallelGroup, choices: list[TokenChoice | ServingError] | None,
     return [int(token) for token in group.all_reduce(torch.tensor(tokens or [0.0] * count))]
 
 
-def check_served(device: str = "cuda", group: ParallelGroup | None = None) -> str:
+def check_served(device: str = "cuda", group: ParallelGroup | None = None, weights: WeightFormat = "mxfp4") -> str:
     """Greedy tokens of sequences that join one after the other and leave in another order.
 
-    Units: group: the ranks that serve the model together; all of them call this
+    Units: group: the ranks that serve the model together; all of them call this; weights: the format of the pool's experts
     Returns: a line for the table
-    Raises: AssertionError where a token is not the plain forward's likeliest, but for what bf16 blurs
+    Raises: AssertionError where a token is not the plain forward's likeliest, but for what the formats blur
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         write_trained_fixture(path)
+        if weights == "fp8":
+            convert_checkpoint(path)
         group = group or LocalGroup()
         size, rank = group.size, group.rank
-        spec = RankSpec("decode", "g", "decode", str(path), size, size, rank, "", 1, b"", device=device, max_batch=4, max_model_len=1024)
+        spec = RankSpec(
+            "decode", "g", "decode", str(path), size, size, rank, "", 1, b"", device=device, max_batch=MAX_BATCH, max_model_len=1024,
+            weights=weights,
+        )  # fmt: skip
         built = build_model(spec, group)
-        config = built.config
-        weights = load_shard(path, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="mxfp4")
-    plain = GptOss(config, weights, LocalGroup(), "cpu")
+        plain = plain_forward(path, built.config)
+    return follow_plain(plain, built, group, device)
+
+
+def plain_forward(path: Path, config: ModelConfig) -> GptOss:
+    """The checkpoint's own values in fp32 on the CPU."""
+    weights = load_shard(path, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="mxfp4")
+    return GptOss(config, weights, LocalGroup(), "cpu")
+
+
+def follow_plain(
+    plain: GptOss, built: BuiltModel, group: ParallelGroup, device: str, *, prompts: tuple[int, ...] = PROMPTS, steps: int = STEPS
+) -> str:
+    """As `check_served`, of a model that is built already.
+
+    Units: prompts: their lengths [tokens]; steps: tokens of each sequence
+    """
+    config, size, rank = built.config, group.size, group.rank
     host = KVCache(config.kv_geometry(BLOCK_SIZE, "float32"), 1, 0, BLOCKS, BLOCKS, "cpu")
     kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), size, rank, BLOCKS, BLOCKS, device)
     heads = slice(kv.head_range.start, kv.head_range.start + kv.head_range.count)
@@ -78,8 +100,8 @@ def check_served(device: str = "cuda", group: ParallelGroup | None = None) -> st
 
     def admit(length: int) -> Running:
         tokens = [known[i] for i in torch.randint(0, len(known), (length,), generator=generator).tolist()]
-        blocks = [free.pop() for _ in range(-(-(length + STEPS) // BLOCK_SIZE))]
-        state = SamplingState(SamplingParams(max_tokens=STEPS, temperature=0.0, seed=1), tokens, [], frozenset(), config.vocab_size)
+        blocks = [free.pop() for _ in range(-(-(length + steps) // BLOCK_SIZE))]
+        state = SamplingState(SamplingParams(max_tokens=steps, temperature=0.0, seed=1), tokens, [], frozenset(), config.vocab_size)
         running = Running(blocks, tokens, state)
         view = SequenceView(tokens, 0, blocks, 0, blocks)
         logits = plain.forward(build_prefill_batch(view, BLOCK_SIZE, "cpu"), host)
@@ -88,9 +110,9 @@ def check_served(device: str = "cuda", group: ParallelGroup | None = None) -> st
             mine[:, blocks] = theirs[:, blocks, :, heads].to(mine.dtype).to(mine.device)
         return running
 
-    waiting, running, done, agreed, picked = list(PROMPTS), [], [], 0, 0
+    waiting, running, done, agreed, picked = list(prompts), [], [], 0, 0
     while waiting or running:
-        if waiting and len(running) < spec.max_batch:
+        if waiting and len(running) < MAX_BATCH:
             running.append(admit(waiting.pop(0)))
         views = [sequence.view(config.window_tokens) for sequence in running]
         logits = plain.forward(build_decode_batch(views, BLOCK_SIZE, "cpu"), host)
@@ -103,8 +125,8 @@ def check_served(device: str = "cuda", group: ParallelGroup | None = None) -> st
             agreed, picked = agreed + int(token == int(row.argmax())), picked + 1
             sequence.tokens.append(token)
             sequence.state.record(token)
-        done += [sequence for sequence in running if sequence.state.num_output == STEPS]
-        running = [sequence for sequence in running if sequence.state.num_output < STEPS]
+        done += [sequence for sequence in running if sequence.state.num_output == steps]
+        running = [sequence for sequence in running if sequence.state.num_output < steps]
     worst = max(error for sequence in done for error in sequence.errors)
     assert worst < 0.1, f"a token lies {worst:.3f} standard deviations below the plain forward's best"
     return f"{agreed} of {picked} greedy tokens are the plain forward's, the worst {worst:.1e} standard deviations below its best"

@@ -85,7 +85,7 @@ def prepare_step(
         (full_table, torch.zeros_like(seq_lens), full_slots),
         (sliding_table, sliding_start, sliding_slots),
     ):
-        local = (position - start).long()
+        local = (position - start).clamp(min=0).long()  # a padded row's start is an old one
         block = table.gather(1, (local // block_size)[:, None])[:, 0]
         slots.copy_(torch.where(seq_lens > 0, block * block_size + local % block_size, -1))
     chunks = torch.tensor([0, *(num_chunks(n) for n in seq_lens.tolist())])
