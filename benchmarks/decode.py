@@ -1,6 +1,6 @@
 """Decode on one GPU: correctness of every kernel, whole-step times beside floors and goals, and where each microsecond goes.
 
-    python3 benchmarks/decode.py --check --time --out DIR
+    python3 benchmarks/decode.py --check --time --out DIR [--weights fp8]
 
 Writes DIR/decode.json (records of whole steps), DIR/decode.txt (all tables) and DIR/errors.log (a section that fails leaves its traceback
 there and the rest goes on). A step is one replay of the captured graph, from token ids to the next token ids, on random weights with
@@ -17,13 +17,17 @@ import statistics
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks.decode_checks import CHECKS
-from benchmarks.decode_kernels import COPY_GBPS, attention_rows, dense_rows, expert_rows
-from benchmarks.decode_random import random_decode, random_weights
+from benchmarks.decode_checks_fp8 import CHECKS_FP8
+from benchmarks.decode_kernels import COPY_GBPS, attention_rows, dense_rows, expert_rows, fp8_expert_rows
+from benchmarks.decode_random import EXPERTS, kv_bytes, random_decode, random_weights
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import cuda_library
 from model.decode_cuda import CudaDecode
@@ -36,6 +40,8 @@ TARGETS = {
     ("120b", 1, 8192): (1.2, 4.07, 2.3), ("120b", 8, 8192): (4.5, 9.15, 6.5), ("120b", 32, 8192): (12.0, 20.3, 14.5),
     ("120b", 64, 8192): (17.5, 27.8, 21.0),
 }  # fmt: skip
+FP8_CASES = {name: [(rows, 8192) for rows in (1, 8, 32, 64, 128)] for name in ("20b", "120b")}
+BESIDES_KV_BYTES = 3 << 29  # a step's buffers, its graph and the library's workspace
 
 
 class Report:
@@ -79,8 +85,8 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_checks(report: Report) -> None:
-    for name, check in CHECKS.items():
+def run_checks(report: Report, checks: dict[str, Callable[[], str]]) -> None:
+    for name, check in checks.items():
 
         def one(name=name, check=check):
             report.line(f"ok     {name}: {check()}")
@@ -118,36 +124,44 @@ def profile_step(report: Report, decode: CudaDecode, rows: int, title: str) -> N
         report.detail(f"  {name:90} {len(times) / 3:6.1f} {statistics.median(times):9.2f} {sum(times) / 3:10.1f}")
 
 
-def time_model(report: Report, name: str, cases: list[tuple[int, int]], steps: int, commit: str) -> None:
+def time_model(report: Report, name: str, experts: str, cases: list[tuple[int, int]], steps: int, commit: str) -> None:
     config = gpt_oss_config(name)
-    weights = random_weights(config)
+    weights = random_weights(config, experts)
     batches = (1, 2, 4, 8, 16, 32, 64, 128)
+    kernels = {"mxfp4": expert_rows, "fp8": fp8_expert_rows}[experts]
 
-    report.section(f"experts {name}", lambda: print_rows(report, f"{name} experts", expert_rows(config, weights, batches)))
+    report.section(f"experts {name} {experts}", lambda: print_rows(report, f"{name} experts", kernels(config, weights, batches)))
     for rows, context in cases:
 
         def one(rows=rows, context=context):
+            needed, free = kv_bytes(config, rows, context) + BESIDES_KV_BYTES, torch.cuda.mem_get_info()[0]
+            if needed > free:
+                most = (free - BESIDES_KV_BYTES) // kv_bytes(config, 1, context)
+                report.line(
+                    f"{name:>4} {experts} B={rows:<3} context {context:>6}: does not fit; {free / 1e9:.1f} GB are left for {most} sequences"
+                )
+                return
             decode = random_decode(config, weights, rows, context)
             times = step_times(decode, rows, steps)
             median = statistics.median(times)
             report.records.append({
-                "model": f"gpt-oss-{name}", "layout": "tp1", "weights": "mxfp4", "batch": rows, "context": context,
+                "model": f"gpt-oss-{name}", "layout": "tp1", "weights": experts, "batch": rows, "context": context,
                 "median_ms": round(median, 4), "min_ms": round(min(times), 4), "max_ms": round(max(times), 4), "steps": len(times),
                 "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
                 "commit": commit,
             })  # fmt: skip
-            floor, peer, goal = TARGETS[name, rows, context]
-            verdict = "meets" if median <= goal else "MISSES"
-            report.line(
-                f"{name:>4} B={rows:<3} context {context:>6}: {median:7.3f} ms (min {min(times):.3f}, max {max(times):.3f})  floor {floor}"
-                f"  peer {peer} ({peer / median:.2f}x)  {verdict} goal {goal}"
-            )
+            line = f"{name:>4} {experts} B={rows:<3} context {context:>6}: {median:7.3f} ms (min {min(times):.3f}, max {max(times):.3f})"
+            if experts == "mxfp4":
+                floor, peer, goal = TARGETS[name, rows, context]
+                line += f"  floor {floor}  peer {peer} ({peer / median:.2f}x)  {'meets' if median <= goal else 'MISSES'} goal {goal}"
+            report.line(line)
             report.save()
             if context == 8192:
-                report.section(f"profile {name} B={rows}", lambda: profile_step(report, decode, rows, f"{name} B={rows}"))
+                title = f"{name} {experts} B={rows}"
+                report.section(f"profile {title}", lambda: profile_step(report, decode, rows, title))
 
-        report.section(f"step {name} B={rows} context {context}", one)
-    if name == "20b":
+        report.section(f"step {name} {experts} B={rows} context {context}", one)
+    if name == "20b" and experts == "mxfp4":
         report.section("dense", lambda: print_rows(report, "dense", dense_rows(config, weights)))
 
 
@@ -167,19 +181,23 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="20b,120b")
+    parser.add_argument("--weights", default="mxfp4", help=f"formats of the experts, of {', '.join(EXPERTS)}; with commas between them")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--commit", default="unknown", help="of the code, for the records")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     report = Report(args.out)
     report.section("build", cuda_library.build_all)
+    formats = args.weights.split(",")
     if args.check:
-        run_checks(report)
-    if args.time:
+        for experts in formats:
+            run_checks(report, {"mxfp4": CHECKS, "fp8": CHECKS_FP8}[experts])
+    if args.time and "mxfp4" in formats:
         report.section("attention", lambda: print_rows(report, "attention", attention_rows()))
-        cases = {name: [(rows, context) for model, rows, context in TARGETS if model == name] for name in args.models.split(",")}
-        for name, wanted in cases.items():
-            report.section(name, lambda name=name, wanted=wanted: time_model(report, name, wanted, args.steps, args.commit))
+    for name, experts in product(args.models.split(",") if args.time else (), formats):
+        cases = FP8_CASES[name] if experts == "fp8" else [(rows, context) for model, rows, context in TARGETS if model == name]
+        run = partial(time_model, report, name, experts, cases, args.steps, args.commit)
+        report.section(f"{name} {experts}", run)
     report.save()
     print("\n".join(report.summary))
 

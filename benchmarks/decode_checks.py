@@ -206,10 +206,10 @@ def check_sampling() -> str:
     return f"tokens {tokens.tolist()} equal the twin's"
 
 
-def check_step() -> str:
+def check_step(experts: str = "mxfp4", largest: float = 5e-2, rms: float = 2e-2) -> str:
     """Four layers of 20b: graph against eager, a row against its batch, the whole against the plain twins."""
     config = gpt_oss_config("20b", 4)
-    weights = random_weights(config)
+    weights = random_weights(config, experts)
     lines = []
     for rows in (8, 33):
         decode = random_decode(config, weights, rows, 1000)
@@ -239,15 +239,15 @@ def check_step() -> str:
             decode.step(rows)
         finally:
             cuda_library.runs = runs
-        lines.append(f"B{rows} {errors(eager, decode.logits[:rows], f'step B{rows}', 5e-2, 2e-2)}")
+        lines.append(f"B{rows} {errors(eager, decode.logits[:rows], f'step B{rows}', largest, rms)}")
     return "graph == eager, batch-invariant to 16 rows; against twins " + ", ".join(lines)
 
 
-def check_served_model() -> str:
+def check_served_model(weights: str = "mxfp4") -> str:
     """The serving side needs more packages than the kernels: without them this check alone fails."""
     from benchmarks.decode_served import check_served
 
-    return check_served()
+    return check_served(weights=weights)
 
 
 CHECKS: dict[str, Callable[[], str]] = {

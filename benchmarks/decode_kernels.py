@@ -14,7 +14,9 @@ import torch
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled_table
 from kernels import decode_fused
 from kernels.attention_decode import SplitWorkspace, launch_full, launch_sliding, num_chunks
+from kernels.experts_prefill import experts_down, experts_gate_up
 from kernels.moe_decode import FORMS, launch_experts
+from kernels.moe_decode_fp8 import quantize_by_expert
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
 from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
@@ -66,6 +68,49 @@ def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Ite
         names |= {form: f"groups of 16, adding warps: {form.adders}" for form in FORMS if form.group_tokens == 16}
     for form, name in names.items():
         yield name, batch, graph_us([partial(both, i, form) for i in range(len(layers))]), hit * 270 * 90 * 544
+
+
+def fp8_expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:
+    """The FP8 experts as served, from bf16 tokens to bf16 rows, and each of their kernels; bytes: the hit experts' weights."""
+    for batch in batches:
+        yield from _fp8_case(config, weights, batch)
+
+
+def _fp8_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
+    experts = [layer.experts for layer in weights.layers]
+    ids = random_choices(len(experts), batch, config)
+    hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(experts)
+    x, residual, norm, share = randn(batch, 2880), randn(batch, 2880), randn(2880), torch.rand(batch, 4, device="cuda")
+    scratch = experts[0].scratch(batch, 4, "cuda")
+    per_expert = [pair[0][0].nbytes for pair in (experts[0].gate_up, experts[0].down)]
+    hit_alone, mean = len(set(ids[0].flatten().tolist())), batch * 4 / config.num_experts
+
+    def gate_up(i):
+        w = experts[i]
+        experts_gate_up(scratch.rows, *w.gate_up, w.intermediate, scratch.counters, rows_per_expert=mean, out=scratch.hidden)
+
+    def down(i):
+        experts_down(scratch.hidden, *experts[i].down, scratch.rows, scratch.counters, rows_per_expert=mean, out=scratch.out)
+
+    def combine(i):
+        decode_fused.combine_norm(
+            scratch.out, ids[0], share, residual, norm, eps=1e-5, first_expert=0, num_local_experts=config.num_experts, normed=x,
+            rows=scratch.rows.rows,
+        )  # fmt: skip
+
+    runs = [  # each works on what the one before it left
+        (
+            f"both products fp8 ({hit:.1f} experts)",
+            lambda i: experts[i].run(x, ids[i], scratch, alpha=1.702, limit=7.0),
+            hit * sum(per_expert),
+        ),
+        ("fp8 rows by expert", lambda i: quantize_by_expert(x, ids[0], scratch.rows), x.nbytes + scratch.rows.q.nbytes),
+        (f"fp8 gate_up ({hit_alone} experts)", gate_up, hit_alone * per_expert[0]),
+        (f"fp8 down ({hit_alone} experts)", down, hit_alone * per_expert[1]),
+        ("combine_norm of sorted rows", combine, 7 * residual.nbytes),
+    ]
+    for name, run, nbytes in runs:
+        yield name, batch, graph_us([partial(run, i) for i in range(len(experts))]), nbytes
 
 
 def dense_rows(config: ModelConfig, weights: DecodeWeights) -> Iterator[Row]:

@@ -5,12 +5,20 @@ Every layer has its own bytes (else a small batch would read from L2), KV pools 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
+
 import torch
 from torch import Tensor
 
+from benchmarks.prefill_random import RandomWeights
+from kernels.experts_prefill import down_order, gate_up_order
 from kernels.moe_decode import CODE_BYTES, UNIT_BYTES, UNIT_ROWS, ExpertWeights
+from kernels.moe_decode_fp8 import Fp8ExpertWeights
 from model.config import ModelConfig
 from model.decode_cuda import CudaDecode, DecodeLayer, DecodeWeights
+from model.decode_experts import DecodeExperts
+from model.fp8_experts import Fp8Weight
 from model.kv_cache import KVCache
 
 BLOCK_SIZE = 16
@@ -29,8 +37,38 @@ def packed_experts(experts: int, rows: int, columns: int) -> Tensor:
     return packed
 
 
-def random_layer(config: ModelConfig) -> DecodeLayer:
+def mxfp4_experts(config: ModelConfig) -> Iterator[ExpertWeights]:
+    """One layer's after the other."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    while True:
+        yield ExpertWeights(
+            packed_experts(experts, 2 * inner, hidden),
+            randn(experts, 2 * inner, std=0.2),
+            packed_experts(experts, hidden, inner),
+            randn(experts, hidden, std=0.2),
+        )
+
+
+def fp8_experts(config: ModelConfig) -> Iterator[Fp8ExpertWeights]:
+    """The same in FP8; layers after the first have its experts in another order, in memory of their own."""
+    hidden, inner, maker = config.hidden_size, config.intermediate_size, RandomWeights(config, "cuda", seed=1)
+    gate_up, _ = maker.experts(2 * inner, hidden, gate_up_order(2 * inner), 0.2)
+    down, _ = maker.experts(hidden, inner, down_order(hidden), 0.2)
+    del maker
+
+    def in_other_order(weight: Fp8Weight, by: int) -> tuple[Tensor, Tensor]:
+        return weight.values.view(torch.uint8).roll(by, 0).view(torch.float8_e4m3fn), weight.scales.roll(by, 0)
+
+    yield Fp8ExpertWeights(gate_up, down, inner)
+    for layer in count(1):
+        yield Fp8ExpertWeights(in_other_order(gate_up, layer), in_other_order(down, layer), inner)
+
+
+EXPERTS = {"mxfp4": mxfp4_experts, "fp8": fp8_experts}
+
+
+def random_layer(config: ModelConfig, experts: DecodeExperts) -> DecodeLayer:
+    hidden = config.hidden_size
     heads = (config.num_qo_heads + 2 * config.num_kv_heads) * config.head_dim
     return DecodeLayer(
         attn_norm=1 + randn(hidden, std=0.1),
@@ -40,19 +78,15 @@ def random_layer(config: ModelConfig) -> DecodeLayer:
         o=randn(hidden, config.num_qo_heads * config.head_dim, std=0.02),
         o_bias=randn(hidden, std=0.1),
         mlp_norm=1 + randn(hidden, std=0.1),
-        router=randn(experts, hidden, std=0.02),
-        router_bias=randn(experts, std=0.1),
-        experts=ExpertWeights(
-            packed_experts(experts, 2 * inner, hidden),
-            randn(experts, 2 * inner, std=0.2),
-            packed_experts(experts, hidden, inner),
-            randn(experts, hidden, std=0.2),
-        ),
+        router=randn(config.num_experts, hidden, std=0.02),
+        router_bias=randn(config.num_experts, std=0.1),
+        experts=experts,
     )
 
 
-def random_weights(config: ModelConfig) -> DecodeWeights:
-    layers = tuple(random_layer(config) for _ in range(config.num_layers))
+def random_weights(config: ModelConfig, weights: str = "mxfp4") -> DecodeWeights:
+    """Units: weights: the experts' format, a key of `EXPERTS`"""
+    layers = tuple(random_layer(config, experts) for experts in islice(EXPERTS[weights](config), config.num_layers))
     return DecodeWeights(
         randn(config.vocab_size, config.hidden_size), layers, 1 + randn(config.hidden_size, std=0.1),
         randn(config.vocab_size, config.hidden_size, std=0.02),
@@ -64,11 +98,21 @@ def shuffled_table(rows: int, width: int) -> Tensor:
     return torch.randperm(rows * width, device="cuda").int().view(rows, width)
 
 
+def blocks_of(config: ModelConfig, context: int) -> tuple[int, int, int]:
+    """Full blocks of a sequence, position of the first token that sliding layers keep, and their blocks."""
+    first = max(0, (context - config.window_tokens) // BLOCK_SIZE * BLOCK_SIZE)
+    return -(-context // BLOCK_SIZE), first, -(-(context - first) // BLOCK_SIZE)
+
+
+def kv_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """What the KV of `random_decode` takes."""
+    full, _, sliding = blocks_of(config, context)
+    return KVCache.nbytes(config.kv_geometry(BLOCK_SIZE, "bfloat16"), 1, 0, rows * full, rows * sliding)
+
+
 def random_decode(config: ModelConfig, weights: DecodeWeights, rows: int, context: int) -> CudaDecode:
     """A decode step of `rows` sequences whose newest token is number `context`, over random KV."""
-    blocks = -(-context // BLOCK_SIZE)
-    first = max(0, (context - config.window_tokens) // BLOCK_SIZE * BLOCK_SIZE)
-    sliding_blocks = -(-(context - first) // BLOCK_SIZE)
+    blocks, first, sliding_blocks = blocks_of(config, context)
     kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), 1, 0, rows * blocks, rows * sliding_blocks, "cuda")
     for pool in (kv.full, kv.sliding):
         for layer in pool:
