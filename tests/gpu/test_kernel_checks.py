@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import decode_checks, prefill_checks
+from benchmarks import decode_checks, decode_checks_fp8, prefill_checks
 
 
 @pytest.mark.gpu
@@ -15,3 +15,9 @@ def test_prefill(name: str):
 @pytest.mark.parametrize("name", decode_checks.CHECKS)
 def test_decode(name: str):
     assert decode_checks.CHECKS[name]()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", decode_checks_fp8.CHECKS_FP8)
+def test_decode_fp8(name: str):
+    assert decode_checks_fp8.CHECKS_FP8[name]()
