@@ -42,7 +42,9 @@ def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig
     path = Path(spec.model_path)
     config = load_model_config(path)
     check_layout(config, spec.tp, spec.ep)
-    shard = load_shard(path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device=spec.device, dtype=torch.bfloat16, weights=spec.weights)
+    shard = load_shard(
+        path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device=spec.device, dtype=torch.bfloat16, weights=spec.weights, packed=True
+    )  # fmt: skip
     layers = deque(shard.layers)
     return config, pack_weights(replace(shard, layers=()), layers)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ def build_prefill_cuda(
     """Reads this rank's weights and makes its forward pass, which serves as it is; `warm_prefill_cuda` adds graphs and warms it.
 
     Units: projections: "fp8" is faster than the default
+    Effects: device memory holds the shard, and one layer twice
     Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for heads of another
         size than the attention is checked on
     """
@@ -37,8 +40,11 @@ def build_prefill_cuda(
         raise NotSupportedError(
             f"a prefill pool on cuda for heads of {config.head_dim}: its attention is checked for {HEAD_DIM}; use device cpu"
         )
-    shard = load_shard(path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device="cpu", dtype=torch.bfloat16, weights=spec.weights)
-    weights = prepare_prefill_weights(config, shard, spec.device, projections=projections)
+    shard = load_shard(
+        path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device=spec.device, dtype=torch.bfloat16, weights=spec.weights, packed=True
+    )  # fmt: skip
+    layers = deque(shard.layers)
+    weights = prepare_prefill_weights(config, replace(shard, layers=()), spec.device, projections=projections, layers=layers)
     return config, CudaPrefill(
         config, weights, group, block_size=spec.block_size, device=spec.device, max_positions=spec.max_model_len
     )  # fmt: skip

@@ -15,8 +15,8 @@ from common.errors import ConfigError
 from kernels.experts_prefill import check_sizes, down_order, gate_up_order
 from kernels.gemm_fp8 import fold_bias
 from kernels.quantize import BIAS_COLUMNS, padded_columns
-from kernels.reference import FP8_BLOCK, fp8_quant_blocks_ref
-from model.shards import ExpertMatrix, ExpertShard, Fp8Matrix, Mxfp4Matrix
+from kernels.reference import FP8_BLOCK
+from model.shards import ExpertShard, Fp8Matrix, Mxfp4Matrix
 
 
 class Fp8Weight(NamedTuple):
@@ -30,26 +30,17 @@ def pack_shard(experts: ExpertShard, hidden: int, device: torch.device | str) ->
     """Units: hidden: C
     Returns: gate_up [E, 2I rounded up to 128, P] in `gate_up_order` and down [E, C, P] in `down_order`, biases folded in
     Effects: takes one expert at a time to the device
-    Raises: ConfigError if the experts are MXFP4; ShapeError if their sizes have no kernel
+    Raises: ConfigError unless the experts are packed FP8; ShapeError if their sizes have no kernel
     """
     check_sizes(experts.gate_up_bias.shape[0], experts.intermediate)
+    gate_up, down = experts.gate_up, experts.down
+    if not isinstance(gate_up, Fp8Matrix) or not isinstance(down, Fp8Matrix):
+        came = "MXFP4" if isinstance(gate_up, Mxfp4Matrix) or isinstance(down, Mxfp4Matrix) else "decoded"
+        raise ConfigError(f"FP8 experts are wanted and {came} ones came; run `tandem convert` and set the pool's weights to fp8")
     return (
-        pack_experts(fp8_matrix(experts.gate_up), experts.gate_up_bias, gate_up_order(2 * experts.intermediate), device),
-        pack_experts(fp8_matrix(experts.down), experts.down_bias, down_order(hidden), device),
+        pack_experts(gate_up, experts.gate_up_bias, gate_up_order(2 * experts.intermediate), device),
+        pack_experts(down, experts.down_bias, down_order(hidden), device),
     )
-
-
-def fp8_matrix(matrix: ExpertMatrix) -> Fp8Matrix:
-    """An expert matrix in FP8 blocks, quantised if it is dense.
-
-    Raises: ConfigError if it is MXFP4
-    """
-    if isinstance(matrix, Fp8Matrix):
-        return matrix
-    if isinstance(matrix, Mxfp4Matrix):
-        raise ConfigError("FP8 experts are wanted and MXFP4 ones came; run `tandem convert` and set the pool's weights to fp8")
-    values, scales = fp8_quant_blocks_ref(matrix)
-    return Fp8Matrix(values, scales, matrix.shape[1], matrix.shape[2])
 
 
 def pack_experts(matrix: Fp8Matrix, bias: Tensor, order: Tensor, device: torch.device | str) -> Fp8Weight:

@@ -7,6 +7,7 @@ Legend: C hidden_size, E local experts, I local intermediate, R rows, P padded c
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,17 +61,25 @@ class PrefillWeights:
 
 
 def prepare_prefill_weights(
-    config: ModelConfig, shard: ShardWeights, device: torch.device | str, *, projections: Projections = "fp8"
+    config: ModelConfig,
+    shard: ShardWeights,
+    device: torch.device | str,
+    *,
+    projections: Projections = "fp8",
+    layers: deque[LayerShard] | None = None,
 ) -> PrefillWeights:
     """Quantises the projections, packs the experts and folds their biases, layer by layer.
 
     Units: projections: "fp8" is the fastest; "bf16_qkv" keeps Q, K and V exact, where FP8 costs the most accuracy; "bf16" both
-    Effects: the shard's expert tensors are copied to the device one layer at a time; dense ones are quantised
-    Raises: ConfigError if the shard's experts are MXFP4: an FP8 pool loads what `tandem convert` wrote; ShapeError if the experts' sizes
-        have no kernel
+    Units: layers: taken from the left one by one in place of the shard's own, so that memory holds one layer twice at most
+    Raises: ConfigError unless the shard's experts are packed FP8: a pool loads what `tandem convert` wrote; ShapeError if the experts'
+        sizes have no kernel
     """
-    layers = tuple(_prepare_layer(config, layer, device, projections) for layer in shard.layers)
-    return PrefillWeights(shard.embed.to(device), layers, shard.norm.to(device), shard.lm_head.to(device))
+    left = deque(shard.layers) if layers is None else layers
+    prepared = []
+    while left:
+        prepared.append(_prepare_layer(config, left.popleft(), device, projections))
+    return PrefillWeights(shard.embed.to(device), tuple(prepared), shard.norm.to(device), shard.lm_head.to(device))
 
 
 def quantize_projection(weight: Tensor) -> Fp8Weight:

@@ -1,6 +1,7 @@
 """Loads one rank's share of a checkpoint, tensor by tensor and expert by expert.
 
-On a CPU the experts are decoded to the compute dtype; on a GPU they stay packed. Called by each rank of a group at start.
+Plain forward passes take experts decoded to the compute dtype; the GPU kernels take them packed, as the files hold them. Called by each
+rank of a group at start.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ def load_shard(
     device: torch.device | str,
     dtype: torch.dtype,
     weights: WeightFormat,
+    packed: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ShardWeights:
     """Reads what `rank` of the layout holds.
 
-    Units: weights: the experts' format; progress(done, total) counts layers, and one more for embedding and head
-    Returns: dense weights in dtype; experts packed on a GPU ("bf16": dense in dtype), dense in dtype on a CPU
+    Units: weights: the experts' format; packed: experts keep it, for kernels that read it; progress(done, total) counts layers, and one
+        more for embedding and head
+    Returns: weights in dtype, but for packed experts
     Effects: all headers are checked before any tensor is read; host memory above the result stays below one layer
     Raises: ConfigError listing everything wrong with the files; or that the layout does not fit; or, for "fp8", to run `tandem convert`
     """
     cut = cut_for_rank(config, tp=tp, ep=ep, rank=rank, granule=FP8_BLOCK if weights == "fp8" else MXFP4_GROUP)
     checkpoint = open_checkpoint(path, config)
     fp8 = open_fp8_folder(path, config, checkpoint) if weights == "fp8" else None
-    keep_packed = torch.device(device).type != "cpu" and weights != "bf16"
-    loader = _Loader(checkpoint, fp8, config, cut, torch.device(device), dtype, keep_packed)
+    loader = _Loader(checkpoint, fp8, config, cut, torch.device(device), dtype, packed)
     layers = []
     for layer in range(config.num_layers):
         layers.append(loader.layer(layer))
@@ -77,7 +79,7 @@ class _Loader:
         cut: RankCut,
         device: torch.device,
         dtype: torch.dtype,
-        keep_packed: bool,
+        packed: bool,
     ):
         self._checkpoint = checkpoint
         self._fp8 = fp8
@@ -85,7 +87,7 @@ class _Loader:
         self._cut = cut
         self._device = device
         self._dtype = dtype
-        self._keep_packed = keep_packed
+        self._packed = packed
 
     def dense(self, name: str, *, rows: range | None = None, columns: range | None = None, dtype: torch.dtype | None = None) -> Tensor:
         view = self._checkpoint.tensor(name)
@@ -139,7 +141,7 @@ class _Loader:
         where = (slice(experts.start, experts.stop), slice(rows.start, rows.stop), groups)
         blocks = self._checkpoint.tensor(prefix + "_blocks")[where]
         scales = self._checkpoint.tensor(prefix + "_scales")[where]
-        if self._keep_packed:
+        if self._packed:
             return Mxfp4Matrix(self._copied(blocks, torch.uint8), self._copied(scales, torch.uint8))
         out = torch.empty((len(experts), len(rows), len(columns)), dtype=self._dtype, device=self._device)
         for expert in range(len(experts)):
@@ -154,7 +156,7 @@ class _Loader:
         values = self._fp8.tensor(layer, name + ".values")[experts.start : experts.stop, slice(*spans[0]), slice(*spans[1])]
         in_blocks = [slice(begin // FP8_BLOCK, end // FP8_BLOCK) for begin, end in spans]
         scales = self._fp8.tensor(layer, name + ".scales")[experts.start : experts.stop, in_blocks[0], in_blocks[1]]
-        if self._keep_packed:
+        if self._packed:
             return Fp8Matrix(self._copied(values, values.dtype), self._copied(scales, scales.dtype), len(rows), len(columns))
         out = torch.empty((len(experts), len(rows), len(columns)), dtype=self._dtype, device=self._device)
         for expert in range(len(experts)):

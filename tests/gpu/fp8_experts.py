@@ -15,13 +15,13 @@ from kernels.experts_prefill import empty_counters, experts_down, experts_gate_u
 from kernels.moe_decode_fp8 import Fp8ExpertWeights
 from kernels.moe_prefill import combine, permute_rows
 from kernels.quantize import BIAS_COLUMNS, quantize_rows
-from kernels.reference import experts_ref, mxfp4_dequant_ref, mxfp4_quant_ref
+from kernels.reference import experts_ref, fp8_quant_blocks_ref, mxfp4_dequant_ref, mxfp4_quant_ref
 from kernels.router import Routing, route
 from model.config import ModelConfig
 from model.fixture import fixture_config
 from model.fp8_experts import Fp8Weight, pack_shard
 from model.layout import cut_for_rank
-from model.shards import ExpertShard
+from model.shards import ExpertShard, Fp8Matrix
 
 TOP_K, ALPHA, LIMIT = 4, 1.702, 7.0
 TWO_FP8_SIDES_DIFF = 5e-3  # tokens and hidden rows are both rounded to FP8
@@ -70,8 +70,13 @@ class DenseExperts:
         e, i = slice(cut.experts.start, cut.experts.stop), cut.intermediate
         wide, inner = slice(2 * i.start, 2 * i.stop), slice(i.start, i.stop)
         down_bias = self.down_bias[e] if cut.adds_down_bias else torch.zeros_like(self.down_bias[e])
-        shard = ExpertShard(cut.experts.start, len(i), self.gate_up[e, wide], self.gate_up_bias[e, wide], self.down[e, :, inner], down_bias)
+        gate_up, down = as_fp8(self.gate_up[e, wide]), as_fp8(self.down[e, :, inner])
+        shard = ExpertShard(cut.experts.start, len(i), gate_up, self.gate_up_bias[e, wide], down, down_bias)
         return RankExperts(*pack_shard(shard, config.hidden_size, self.gate_up.device), len(i), cut.experts.start)
+
+
+def as_fp8(matrix: Tensor) -> Fp8Matrix:
+    return Fp8Matrix(*fp8_quant_blocks_ref(matrix), matrix.shape[1], matrix.shape[2])
 
 
 def run_prefill(x: Tensor, logits: Tensor, experts: RankExperts) -> Tensor:

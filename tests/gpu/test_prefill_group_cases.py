@@ -67,7 +67,7 @@ def forward_of_ranks(path: Path, config: ModelConfig, device: str, tp: int, ep: 
 
 
 def prefill_of_rank(path: Path, config: ModelConfig, device: str, group: ThreadGroup, ep: int) -> CudaPrefill:
-    shard = load_shard(path, config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.bfloat16, weights="fp8")
+    shard = load_shard(path, config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.bfloat16, weights="fp8", packed=True)
     weights = prepare_prefill_weights(config, shard, device, projections=SERVED_PROJECTIONS)
     return CudaPrefill(config, weights, group, block_size=BLOCK_SIZE, device=device, max_positions=512)
 

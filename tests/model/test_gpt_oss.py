@@ -270,7 +270,7 @@ def test_weights_of_another_rank_are_refused(tiny, weights):
 
 
 def test_packed_experts_are_refused_by_name(tiny):
-    packed = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="meta", dtype=torch.bfloat16, weights="mxfp4")
+    packed = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="meta", dtype=torch.bfloat16, weights="mxfp4", packed=True)
     with pytest.raises(NotSupportedError, match="packed experts"):
         GptOss(tiny.config, packed, LocalGroup(), "cpu")
 

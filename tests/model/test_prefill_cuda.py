@@ -14,9 +14,10 @@ from common.rank_spec import RankSpec
 from kernels import experts_prefill, moe_prefill, norm, quantize
 from kernels.quantize import empty_fp8_rows
 from kernels.reference import fp8_quant_blocks_ref, fp8_quant_hidden_ref, fp8_quant_rows_bias_ref
-from model import fp8_experts, prefill_pieces, prefill_weights
+from model import prefill_pieces, prefill_weights
 from model.batch import SequenceView, StepBatch, build_prefill_batch
 from model.build import build_model
+from model.build_prefill import build_prefill_cuda
 from model.fp8_experts import pack_experts
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
@@ -25,7 +26,7 @@ from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_pieces import PiecewisePrefill, cut_pieces
-from model.prefill_weights import prepare_prefill_weights
+from model.prefill_weights import SERVED_PROJECTIONS, prepare_prefill_weights
 from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.thread_group import ThreadGroup, run_ranks
@@ -48,11 +49,14 @@ LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 1), Layout(4, 4)]
 
 
 def build(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[CudaPrefill, GptOss]:
-    shard = load_shard(
-        tiny.path, tiny.config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.float32, weights="fp8"
+    shard, packed = (
+        load_shard(
+            tiny.path, tiny.config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.float32, weights="fp8", packed=packed
+        )
+        for packed in (False, True)
     )  # fmt: skip
     prefill = CudaPrefill(
-        tiny.config, prepare_prefill_weights(tiny.config, shard, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512,
+        tiny.config, prepare_prefill_weights(tiny.config, packed, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512,
         least_piece_tokens=64,
     )  # fmt: skip
     return prefill, GptOss(tiny.config, shard, group, "cpu")
@@ -106,8 +110,7 @@ def exact_formats(monkeypatch):
     for module in (quantize, norm, moe_prefill, prefill_pieces):
         monkeypatch.setattr(module, "empty_fp8_rows", empty_rows)
     monkeypatch.setattr(experts_prefill, "fp8_quant_hidden_ref", hidden)
-    for module in (prefill_weights, fp8_experts):
-        monkeypatch.setattr(module, "fp8_quant_blocks_ref", blocks)
+    monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -247,7 +250,7 @@ def test_a_later_chunk_is_no_prompt_of_rows(tiny):
 def test_unquantised_projections_bring_the_prefill_nearer_to_fp32(tiny, projections):
     group = LocalGroup()
     prefill, exact = build(tiny, group)
-    shard = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="fp8")
+    shard = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.float32, weights="fp8", packed=True)
     weights = prepare_prefill_weights(tiny.config, shard, "cpu", projections=projections)
     closer = CudaPrefill(tiny.config, weights, group, block_size=BLOCK, device="cpu", max_positions=512)
     caches = [make_cache(tiny, group) for _ in range(3)]
@@ -263,6 +266,23 @@ def test_mxfp4_experts_are_refused(tiny):
     object.__setattr__(shard.layers[0].experts, "gate_up", packed)
     with pytest.raises(ConfigError, match="MXFP4"):
         prepare_prefill_weights(tiny.config, shard, "cpu")
+
+
+def test_decoded_experts_are_refused(tiny):
+    shard = load_shard(tiny.path, tiny.config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8")
+    with pytest.raises(ConfigError, match="decoded"):
+        prepare_prefill_weights(tiny.config, shard, "cpu")
+
+
+def test_a_prefill_pool_reads_its_experts_without_decoding_them(tiny, monkeypatch):
+    """Decoding and quantising again gave the same values, but took minutes of one core and twice the memory for a real model."""
+    monkeypatch.setattr("model.weights.fp8_dequant_blocks_ref", None)
+    spec = RankSpec("p", "g", "prefill", str(tiny.path), 1, 1, 0, "", 1, b"", device="cpu", weights="fp8", max_model_len=64)
+    config, prefill = build_prefill_cuda(spec, LocalGroup())
+    packed = load_shard(tiny.path, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8", packed=True)
+    expected = prepare_prefill_weights(config, packed, "cpu", projections=SERVED_PROJECTIONS)
+    for ours, theirs in zip(prefill.weights.layers, expected.layers, strict=True):
+        assert torch.equal(ours.down.values.view(torch.uint8), theirs.down.values.view(torch.uint8))
 
 
 def test_a_bias_in_a_block_of_its_own_is_kept_to_the_least_step(tiny):

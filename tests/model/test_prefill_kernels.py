@@ -45,6 +45,6 @@ def test_a_blank_layer_has_the_sizes_of_a_real_one_and_every_length_is_run(tiny,
         tiny.config, tp=tp, ep=ep, block_size=16, projections="bf16", device="cpu", lengths=(1, 40), buckets=()
     )  # fmt: skip
     assert run == [1, 40]
-    shard = load_shard(tiny.path, tiny.config, tp=tp, ep=ep, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8")
+    shard = load_shard(tiny.path, tiny.config, tp=tp, ep=ep, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8", packed=True)
     real = prepare_prefill_weights(tiny.config, shard, "cpu", projections="bf16")
     assert shapes(made[0]) == shapes(real)

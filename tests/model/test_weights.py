@@ -116,7 +116,9 @@ def test_packed_shards_have_the_shapes_of_the_decoded_ones(tiny, tp: int, ep: in
     for rank in sorted({0, tp - 1}):
         decoded = shards[rank].layers[0].experts
         for weights in ("mxfp4", "fp8"):
-            packed = load_shard(tiny.path, tiny.config, tp=tp, ep=ep, rank=rank, device="meta", dtype=torch.bfloat16, weights=weights)
+            packed = load_shard(
+                tiny.path, tiny.config, tp=tp, ep=ep, rank=rank, device="meta", dtype=torch.bfloat16, weights=weights, packed=True
+            )  # fmt: skip
             for matrix, dense in ((packed.layers[0].experts.gate_up, decoded.gate_up), (packed.layers[0].experts.down, decoded.down)):
                 if isinstance(matrix, Mxfp4Matrix):
                     assert matrix.blocks.shape[:-2] == matrix.scales.shape[:-1] == dense.shape[:-1]

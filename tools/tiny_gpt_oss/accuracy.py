@@ -101,7 +101,7 @@ def plain(checkpoint: Path, config: ModelConfig, rows: Tensor, weights: WeightFo
 
 def prefill(checkpoint: Path, config: ModelConfig, rows: Tensor, projections: Projections, device: str) -> Logits:
     """The forward of a prefill pool; on a CPU each kernel is replaced by its twin."""
-    shard = load_shard(checkpoint, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8")
+    shard = load_shard(checkpoint, config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8", packed=True)
     config = replace(config, vocab_size=len(rows))
     packed = prepare_prefill_weights(config, _used_rows(shard, rows), device, projections=projections)
     model = CudaPrefill(config, packed, LocalGroup(), block_size=BLOCK_TOKENS, device=device, max_positions=MAX_TOKENS)
