@@ -49,7 +49,7 @@ def main() -> None:
         ),
         "window_attention": compile_kernel(
             window_attention._window_attention, "bf16 bf16 bf16 f32 bf16", "i32 i32 fp32",
-            Q_HEADS=64, KV_HEADS=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=64, BLOCK_N=64, TILES=3, DOT=tl.bfloat16,
+            Q_HEADS=64, KV_HEADS=8, PADDED_GROUP=8, HEAD_DIM=64, WINDOW=128, BLOCK_M=128, BLOCK_N=32, TILES=5, DOT=tl.bfloat16,
         ),
         "permute_rows": compile_kernel(
             moe_prefill._permute_rows, "i32 i32 i32 i32 f32 i32 i32 i32 f32", "i32 i32 i32",

@@ -36,6 +36,8 @@ CASES = [
     Case(300, q_heads=2, kv_heads=1, window=128, block_m=128, block_n=64),
     Case(40, earlier=23),
     Case(33, earlier=5, window=17),
+    Case(150, q_heads=16, kv_heads=2, window=128, block_m=128, block_n=64),
+    Case(70, q_heads=8, kv_heads=1, window=128, block_m=256, block_n=32, earlier=127),
 ]
 HEAD_DIM = 16
 
