@@ -48,7 +48,7 @@ from model.parallel import LocalGroup
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
 from model.prefill_inputs import ChunkInputs, PagedAttention
-from model.prefill_projections import project_output
+from model.prefill_projections import add_output, project_output
 from model.prefill_weights import SERVED_PROJECTIONS, Fp8Weight, PrefillWeights, Projections
 
 DEVICE = "cuda"
@@ -373,9 +373,15 @@ def layer_cosines(projections: Projections, scale: float) -> tuple[float, float,
     norm = add_norm_quantize if isinstance(layer.qkv, Fp8Weight) else add_norm
     q, _ = prefill._write_kv(0, norm(residual, layer.attn_norm, 1e-5), inputs, pool, attention, None)
     attended = attention.attend(True, q, None, pool, layer.sinks)
-    delta = project_output(attended, layer.o)
-    middle = (before + delta.float() + layer.o_bias.float()).bfloat16()
+    if prefill.adds_output:
+        assert isinstance(layer.o, Tensor)
+        residual += layer.o_bias
+        middle = residual.clone()
+        add_output(middle, attended, layer.o)
+    else:
+        middle = (before + project_output(attended, layer.o).float() + layer.o_bias.float()).bfloat16()
     prefill.after_attention(0, residual, attended, torch.zeros(EXPERTS, dtype=torch.int32, device=DEVICE), inputs.num_tokens)
+    output = residual.float() - (layer.o_bias.float() if prefill.adds_output else 0.0)  # of the layer that follows, the same one here
 
     x = rms_norm_ref(before, layer.attn_norm, 1e-5)
     qkv = (x @ originals["qkv"].float().t() + layer.qkv_bias.float()).view(tokens, 80, 64)
@@ -402,8 +408,8 @@ def layer_cosines(projections: Projections, scale: float) -> tuple[float, float,
 
     return (
         cosine(middle.float() - before, after - before),
-        cosine(residual.float() - middle.float(), moe),
-        cosine(residual.float(), after + moe),
+        cosine(output - middle.float(), moe),
+        cosine(output, after + moe),
     )
 
 

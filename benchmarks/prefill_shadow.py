@@ -41,8 +41,8 @@ from model.weights import load_shard
 
 MODULES = (model.prefill_cuda, model.prefill_inputs, model.prefill_pieces, model.prefill_projections)
 OPS = (
-    "add_norm", "add_norm_quantize", "combine", "combine_norm", "combine_norm_quantize", "experts_down", "experts_gate_up", "gemm_fp8",
-    "permute_rows", "quantize_rows", "rope_write_kv", "route", "window_attention",
+    "add_norm", "add_norm_quantize", "add_output", "combine", "combine_norm", "combine_norm_quantize", "experts_down", "experts_gate_up",
+    "gemm_fp8", "permute_rows", "quantize_rows", "rope_write_kv", "route", "window_attention",
 )  # fmt: skip
 TOLERANCE = 2e-2  # relative: single FP8 rounding steps, bf16 outputs
 BLOCK_SIZE = 16
@@ -182,7 +182,7 @@ def run_sizes(device: str, size: dict[str, int], projections: Projections = SERV
     with tempfile.TemporaryDirectory() as folder:
         config = write_random_fixture(Path(folder), vocab_size=1024, **size)
         convert_checkpoint(Path(folder))
-        shard = load_shard(Path(folder), config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8")
+        shard = load_shard(Path(folder), config, tp=1, ep=1, rank=0, device="cpu", dtype=torch.bfloat16, weights="fp8", packed=True)
         weights = prepare_prefill_weights(config, shard, device, projections=projections)
     prefill = CudaPrefill(config, weights, LocalGroup(), block_size=BLOCK_SIZE, device=device, max_positions=512)
     tokens = torch.randint(0, 1024, (237,), generator=torch.Generator().manual_seed(1)).tolist()

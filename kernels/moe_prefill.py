@@ -66,45 +66,53 @@ def permute_rows(q: Tensor, scales: Tensor, routing: Routing, *, first_expert: i
 
 
 def combine_norm_quantize(
-    residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float
+    residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float, *, stream_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """residual += weighted sum of each token's k expert rows; then FP8 of the next layer's RMSNorm.
 
     Shapes: residual [T, C] bf16; y [M, C] bf16, bias inside; rows [T, k] int32; expert_weights [T, k] fp32; norm_weight [C]
+    Shapes: stream_bias [C]: added to the residual that is stored, not to what the norm reads; for a product that is added to it next
     Returns: q [T, P] float8_e4m3fn; scales [T, P / 128] fp32
     Effects: residual updated in place; capturable; no host sync
     Source: `combine_rows_ref`, `rms_norm_ref`, `fp8_quant_rows_bias_ref`
     """
     if not residual.is_cuda:
-        return fp8_quant_rows_bias_ref(_combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps), 0)
+        return fp8_quant_rows_bias_ref(_combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps, stream_bias), 0)
     from kernels.triton_ops.norm import launch_combine_norm_quantize
 
     q, scales = empty_fp8_rows(residual.shape[0], residual.shape[1], residual.device)
     if residual.shape[0]:
-        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, q, scales, eps, add_residual=True)
+        launch_combine_norm_quantize(
+            residual, y, rows, expert_weights, norm_weight, q, scales, eps, add_residual=True, stream_bias=stream_bias
+        )  # fmt: skip
     return q, scales
 
 
-def combine_norm(residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def combine_norm(
+    residual: Tensor, y: Tensor, rows: Tensor, expert_weights: Tensor, norm_weight: Tensor, eps: float, *, stream_bias: Tensor | None = None
+) -> Tensor:
     """The same without quantisation.
 
     Returns: [T, C] in residual.dtype
     Effects: residual updated in place; capturable; no host sync
     """
     if not residual.is_cuda:
-        return _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps).to(residual.dtype)
+        return _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps, stream_bias).to(residual.dtype)
     from kernels.triton_ops.norm import launch_combine_norm_quantize
 
     out = torch.empty_like(residual)
     if residual.shape[0]:
-        launch_combine_norm_quantize(residual, y, rows, expert_weights, norm_weight, out, None, eps, add_residual=True)
+        launch_combine_norm_quantize(
+            residual, y, rows, expert_weights, norm_weight, out, None, eps, add_residual=True, stream_bias=stream_bias
+        )  # fmt: skip
     return out
 
 
-def _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps) -> Tensor:
+def _combine_norm_on_cpu(residual, y, rows, expert_weights, norm_weight, eps, stream_bias) -> Tensor:
     """Returns: the norm, fp32."""
-    residual.copy_(residual.float() + combine_rows_ref(y, rows, expert_weights))
-    return rms_norm_ref(residual.float(), norm_weight, eps)
+    total = residual.float() + combine_rows_ref(y, rows, expert_weights)
+    residual.copy_(total if stream_bias is None else total + stream_bias.float())
+    return rms_norm_ref(total.to(residual.dtype).float(), norm_weight, eps)
 
 
 def combine(y: Tensor, rows: Tensor, expert_weights: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ CPU through the kernels' twins, which the tests use. Legend: T tokens of the chu
 buffer, k experts_per_token, H query heads, K KV heads, D head_dim, V vocabulary.
 
 The last layer computes K and V for every token but everything after them for the last token alone, since nothing else is sampled from.
+
+A rank alone, with a bf16 output projection, adds that product to the residual stream inside the product. So its bias has to be in the
+stream already: the pass that ends a layer stores the stream with the next layer's output bias in it, and norms it without.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from model.layout import vocab_rows_per_rank
 from model.parallel import ParallelGroup
 from model.prefill_inputs import ChunkAttention, ChunkInputs, PagedAttention, PromptChunkAttention, starts_prompt
 from model.prefill_pieces import PiecewisePrefill
-from model.prefill_projections import NormedRows, project, project_output
+from model.prefill_projections import NormedRows, add_output, project, project_output
 from model.prefill_weights import Fp8Weight, PrefillWeights
 
 LayerHook = Callable[[int], None]
@@ -44,6 +47,7 @@ class CudaPrefill:
     Units: block_size [tokens]; max_positions: length of the rope table
     Units: contiguous: chunks that begin a prompt attend to K and V as rows instead of reading them back from the pool
     Units: pieces, least_piece_tokens: how a group of several ranks cuts such chunks, see `model/prefill_pieces.py`
+    Units: adds_output: the stream holds a layer's output bias before its attention
     Effects: allocates the rope table and the attention workspace; kernels compile at first use
     """
 
@@ -83,6 +87,7 @@ class CudaPrefill:
         self._prompt = PromptChunkAttention(config, self.heads, block_size, self.workspace) if contiguous else None
         self.pieces = pieces
         self._counters = empty_counters(self.device)
+        self.adds_output = group.size == 1 and isinstance(first.o, Tensor)
         self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if contiguous and group.size > 1 else None
 
     @torch.no_grad()
@@ -116,6 +121,8 @@ class CudaPrefill:
         counts = torch.zeros((len(layers), layers[0].gate_up.values.shape[0]), dtype=torch.int32, device=self.device)
         first_norm = add_norm_quantize if isinstance(layers[0].qkv, Fp8Weight) else add_norm
         rows: NormedRows = first_norm(residual, layers[0].attn_norm, eps)
+        if self.adds_output:
+            residual += layers[0].o_bias
         for index in range(last):
             q, kv_rows = self._write_kv(index, rows, inputs, kv.layer(index), attention, on_layer)
             attended = attention.attend(self.config.sliding[index], q, kv_rows, kv.layer(index), layers[index].sinks)
@@ -148,7 +155,8 @@ class CudaPrefill:
         in_fp8 = isinstance(following.qkv, Fp8Weight)
         if self.group.size == 1:
             joined = combine_norm_quantize if in_fp8 else combine_norm
-            return joined(residual, y, places, routing.expert_weights, following.attn_norm, eps)
+            bias = following.o_bias if self.adds_output else None
+            return joined(residual, y, places, routing.expert_weights, following.attn_norm, eps, stream_bias=bias)
         delta = self.group.all_reduce(combine(y, places, routing.expert_weights))
         return (add_norm_quantize if in_fp8 else add_norm)(residual, following.attn_norm, eps, delta=delta)
 
@@ -173,10 +181,15 @@ class CudaPrefill:
     ) -> tuple[Tensor, Routing, Tensor]:
         """Output projection, router and experts; adds the projection to residual. Returns: y [M, C], routing, each choice's row [T, k]"""
         config, layer = self.config, self.weights.layers[index]
-        delta = self.group.all_reduce(project_output(attended, layer.o))
+        delta = bias = None
+        if self.adds_output:
+            assert isinstance(layer.o, Tensor)
+            add_output(residual, attended, layer.o)
+        else:
+            delta, bias = self.group.all_reduce(project_output(attended, layer.o)), layer.o_bias
         inverse_rms = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)
         rows = add_norm_quantize(
-            residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=layer.o_bias, bias_columns=BIAS_COLUMNS,
+            residual, layer.mlp_norm, config.rms_norm_eps, delta=delta, delta_bias=bias, bias_columns=BIAS_COLUMNS,
             inverse_rms=inverse_rms,
         )  # fmt: skip
         return self.run_experts(index, residual, inverse_rms, rows, counts, num_tokens)

@@ -18,6 +18,18 @@ def project_output(attended: Tensor, weight: Fp8Weight | Tensor) -> Tensor:
     return project(quantize_rows(flat) if isinstance(weight, Fp8Weight) else flat, weight)
 
 
+def add_output(residual: Tensor, attended: Tensor, weight: Tensor) -> None:
+    """residual += the output projection, rounded once: the product reads and writes the stream itself.
+
+    Shapes: residual [T, C]; attended [T, H, D]; weight [C, H * D] bf16
+    """
+    flat = attended.flatten(1)
+    if residual.is_cuda:
+        residual.addmm_(flat, weight.t())
+    else:
+        residual.copy_(residual.float() + flat.float() @ weight.float().t())
+
+
 def project(rows: NormedRows, weight: Fp8Weight | Tensor) -> Tensor:
     """rows @ weight.T in the weight's precision. Returns: [T, R] bf16 on CUDA, fp32 elsewhere"""
     if isinstance(weight, Fp8Weight):

@@ -43,9 +43,9 @@ def _add_norm_quantize(
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _combine_norm_quantize(
-    residual_ptr, y_ptr, rows_ptr, expert_weights_ptr, weight_ptr, q_ptr, scale_ptr, scale_stride, eps,
+    residual_ptr, y_ptr, rows_ptr, expert_weights_ptr, weight_ptr, bias_ptr, q_ptr, scale_ptr, scale_stride, eps,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, FP8: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     group = tl.arange(0, PADDED_GROUPS)
@@ -61,7 +61,11 @@ def _combine_norm_quantize(
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     rounded = total.to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + at, rounded, mask=mask)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(residual_ptr + at, total.to(residual_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(residual_ptr + at, rounded, mask=mask)
     if HAS_NORM:
         x, _ = _normalize(rounded.to(tl.float32), weight_ptr, column, eps, COLUMNS)
         if FP8:
@@ -86,14 +90,19 @@ def launch_add_norm_quantize(residual, delta, delta_bias, weight, q, scales, inv
     )  # fmt: skip
 
 
-def launch_combine_norm_quantize(residual, y, rows, expert_weights, weight, q, scales, eps: float, *, add_residual: bool) -> None:
-    """residual [T, C] becomes (residual +) sum of shares; with `weight` its norm goes to q: fp8 [T, P] with scales, [T, C] without."""
+def launch_combine_norm_quantize(
+    residual, y, rows, expert_weights, weight, q, scales, eps: float, *, add_residual: bool, stream_bias=None
+) -> None:
+    """residual [T, C] becomes (residual +) sum of shares; with `weight` its norm goes to q: fp8 [T, P] with scales, [T, C] without.
+
+    `stream_bias` [C] is added to what is stored, behind the norm's back.
+    """
     tokens, columns = residual.shape
     has_norm, fp8 = weight is not None, scales is not None
     groups = scales.shape[1] if fp8 else triton.cdiv(columns, 128)
     _combine_norm_quantize[(tokens,)](
-        residual, y, rows, expert_weights, weight if has_norm else residual, q if has_norm else residual,
-        scales if fp8 else expert_weights, scales.stride(1) if fp8 else 0, eps,
+        residual, y, rows, expert_weights, weight if has_norm else residual, residual if stream_bias is None else stream_bias,
+        q if has_norm else residual, scales if fp8 else expert_weights, scales.stride(1) if fp8 else 0, eps,
         COLUMNS=columns, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), TOP_K=rows.shape[1],
-        HAS_RESIDUAL=add_residual, HAS_NORM=has_norm, FP8=fp8, num_warps=4,
+        HAS_RESIDUAL=add_residual, HAS_NORM=has_norm, HAS_BIAS=stream_bias is not None, FP8=fp8, num_warps=4,
     )  # fmt: skip

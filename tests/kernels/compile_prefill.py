@@ -36,8 +36,8 @@ def main() -> None:
             HAS_DELTA=True, HAS_BIAS=True, HAS_INVERSE=True, FP8=True, **row,
         ),
         "combine_norm_quantize": compile_kernel(
-            norm._combine_norm_quantize, "bf16 bf16 i32 f32 bf16 fp8 f32", "i32 fp32", COLUMNS=2880, GROUPS=23, PADDED_GROUPS=32, TOP_K=4,
-            HAS_RESIDUAL=True, HAS_NORM=True, FP8=True,
+            norm._combine_norm_quantize, "bf16 bf16 i32 f32 bf16 bf16 fp8 f32", "i32 fp32", COLUMNS=2880, GROUPS=23, PADDED_GROUPS=32,
+            TOP_K=4, HAS_RESIDUAL=True, HAS_NORM=True, HAS_BIAS=True, FP8=True,
         ),
         "rope_write_kv": compile_kernel(
             rope_kv._rope_write_kv, "bf16 f32 f32 i32 i32 bf16 bf16 bf16 bf16", "i32",

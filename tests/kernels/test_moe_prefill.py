@@ -91,19 +91,25 @@ def test_permute_rows_matches_the_placement_twin(case):
     assert int(rows.ends.max()) <= rows.q.shape[0]
 
 
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_combine_kernels_equal_reference(case):
+def test_combine_kernels_equal_reference(case, with_bias):
     ops = interpreted_ops("norm")
     routing, _, _, rows = permuted(case)
     used = rows.rows[rows.rows >= 0].long()
     y = torch.full((rows.q.shape[0], case.columns), UNREAD).bfloat16()
     y[used] = torch.randn(used.numel(), case.columns).bfloat16()
     residual, weight = torch.randn(case.tokens, case.columns), torch.randn(case.columns).bfloat16()
-    expected_residual = residual.clone()
-    expected = combine_norm_quantize(expected_residual, y, rows.rows, routing.expert_weights, weight, 1e-5)
+    bias = torch.randn(case.columns).bfloat16() if with_bias else None
+    expected_residual, without = residual.clone(), residual.clone()
+    expected = combine_norm_quantize(expected_residual, y, rows.rows, routing.expert_weights, weight, 1e-5, stream_bias=bias)
+    if bias is not None:  # stored with the stream, and the norm does not see it
+        same = combine_norm_quantize(without, y, rows.rows, routing.expert_weights, weight, 1e-5)
+        assert torch.equal(same[0].view(torch.uint8), expected[0].view(torch.uint8))
+        torch.testing.assert_close(expected_residual - without, bias.float().expand_as(without), rtol=1e-4, atol=1e-5)
     q, scales = poisoned_fp8_rows(case.tokens, case.columns)
     ops.launch_combine_norm_quantize(
-        residual, y, rows.rows, routing.expert_weights, weight, q, scales, 1e-5, add_residual=True
+        residual, y, rows.rows, routing.expert_weights, weight, q, scales, 1e-5, add_residual=True, stream_bias=bias
     )  # fmt: skip
     torch.testing.assert_close(residual, expected_residual, rtol=1e-5, atol=1e-5)
     assert_fp8_rows_equal((q, scales), expected, str(case))

@@ -26,7 +26,7 @@ from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_pieces import PiecewisePrefill, cut_pieces
-from model.prefill_weights import SERVED_PROJECTIONS, prepare_prefill_weights
+from model.prefill_weights import SERVED_PROJECTIONS, Projections, prepare_prefill_weights
 from model.shards import Fp8Matrix, Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.thread_group import ThreadGroup, run_ranks
@@ -48,16 +48,16 @@ class Layout:
 LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 1), Layout(4, 4)]  # 4 without ep: ranks without a piece of the experts
 
 
-def build(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[CudaPrefill, GptOss]:
+def build(tiny: Tiny, group: ParallelGroup, ep: int = 1, projections: Projections = "fp8") -> tuple[CudaPrefill, GptOss]:
     shard, packed = (
         load_shard(
             tiny.path, tiny.config, tp=group.size, ep=ep, rank=group.rank, device="cpu", dtype=torch.float32, weights="fp8", packed=packed
         )
         for packed in (False, True)
     )  # fmt: skip
+    weights = prepare_prefill_weights(tiny.config, packed, "cpu", projections=projections)
     prefill = CudaPrefill(
-        tiny.config, prepare_prefill_weights(tiny.config, packed, "cpu"), group, block_size=BLOCK, device="cpu", max_positions=512,
-        least_piece_tokens=64,
+        tiny.config, weights, group, block_size=BLOCK, device="cpu", max_positions=512, least_piece_tokens=64
     )  # fmt: skip
     return prefill, GptOss(tiny.config, shard, group, "cpu")
 
@@ -72,8 +72,10 @@ def chunk(begin: int, end: int, logits: str = "last", sliding_first: int = 0) ->
     return build_prefill_batch(view, BLOCK, "cpu", logits=logits)
 
 
-def whole(tiny: Tiny, group: ParallelGroup, ep: int = 1) -> tuple[Tensor, Tensor | None, KVCache, KVCache]:
-    prefill, exact = build(tiny, group, ep)
+def whole(
+    tiny: Tiny, group: ParallelGroup, ep: int = 1, projections: Projections = "fp8"
+) -> tuple[Tensor, Tensor | None, KVCache, KVCache]:
+    prefill, exact = build(tiny, group, ep, projections)
     cache, exact_cache = make_cache(tiny, group), make_cache(tiny, group)
     return prefill.forward(chunk(0, 200), cache), exact.forward(chunk(0, 200), exact_cache), cache, exact_cache
 
@@ -113,9 +115,10 @@ def exact_formats(monkeypatch):
     monkeypatch.setattr(prefill_weights, "fp8_quant_blocks_ref", blocks)
 
 
+@pytest.mark.parametrize("projections", ["fp8", "bf16_qkv", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_without_rounding_the_prefill_equals_the_fp32_forward_in_every_layout(tiny, exact_formats, layout):
-    results = run_ranks(layout.tp, lambda group: whole(tiny, group, layout.ep))
+def test_without_rounding_the_prefill_equals_the_fp32_forward_in_every_layout(tiny, exact_formats, layout, projections):
+    results = run_ranks(layout.tp, lambda group: whole(tiny, group, layout.ep, projections))
     logits, exact = results[0][:2]
     # the folded biases are kept to 2^-10 of a weight block's scale
     torch.testing.assert_close(logits, exact, rtol=0, atol=0.02)
