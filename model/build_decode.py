@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError, NotSupportedError
-from common.rank_spec import RankSpec
+from common.rank_spec import CUDA_WEIGHTS, RankSpec
 from kernels import cuda_library
 from kernels.peers import SERVED_RANKS, PeerLayout, Peers
 from model.config import ModelConfig, check_layout, load_model_config
@@ -25,7 +25,6 @@ from model.peer_memory import open_peers
 from model.weights import load_shard
 
 logger = logging.getLogger(__name__)
-SERVED_WEIGHTS = ("mxfp4", "fp8")
 
 
 def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig, DecodeWeights]:
@@ -35,8 +34,8 @@ def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig
     Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for a number of ranks that
         the kernels do not take
     """
-    if spec.weights not in SERVED_WEIGHTS:
-        raise ConfigError(f"a decode pool on cuda got weights {spec.weights!r}; its kernels take {' or '.join(SERVED_WEIGHTS)}")
+    if spec.weights not in CUDA_WEIGHTS["decode"]:
+        raise ConfigError(f"a decode pool on cuda got weights {spec.weights!r}; its kernels take {' or '.join(CUDA_WEIGHTS['decode'])}")
     if group.size not in SERVED_RANKS:
         raise NotSupportedError(f"a decode group of {group.size} ranks on cuda; {', '.join(map(str, SERVED_RANKS))} are served")
     path = Path(spec.model_path)
