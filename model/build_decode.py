@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig, DecodeWeights]:
     """Reads and packs this rank's weights.
 
-    Effects: device memory holds the shard, and one layer twice
+    Effects: device memory holds the shard, and meanwhile one layer twice
     Raises: ConfigError if checkpoint, layout or weight format can't be served; NotSupportedError for a number of ranks that
         the kernels do not take
     """
@@ -45,7 +45,9 @@ def build_decode_cuda(spec: RankSpec, group: ParallelGroup) -> tuple[ModelConfig
         path, config, tp=spec.tp, ep=spec.ep, rank=spec.rank, device=spec.device, dtype=torch.bfloat16, weights=spec.weights, packed=True
     )  # fmt: skip
     layers = deque(shard.layers)
-    return config, pack_weights(replace(shard, layers=()), layers)
+    weights = pack_weights(replace(shard, layers=()), layers)
+    torch.cuda.empty_cache()  # the layer that was there twice is room for KV, which is counted next
+    return config, weights
 
 
 def open_decode_cuda(spec: RankSpec, group: ParallelGroup, config: ModelConfig, weights: DecodeWeights, kv: KVCache) -> CudaDecodeStep:
