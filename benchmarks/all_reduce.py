@@ -1,12 +1,12 @@
 """Sums over the ranks of a decode group: the one-barrier kernel against a reference and against NCCL, by size, in a CUDA graph.
 
-    python3 benchmarks/all_reduce.py --ranks 2 --out DIR
+    python3 benchmarks/all_reduce.py --ranks 2 --out DIR [--weights fp8]
 
 One process a rank, each with a GPU of its own where there are as many, else several on one GPU (then times mean nothing, and NCCL, which
 refuses that, is left out). Checks: bit-equal to the twin on all ranks, eager and replayed, 1,000 meetings back to back; the tiny trained
-model served by two ranks, from its checkpoint to tokens, against the plain forward; a rank that stays away is named by the others and no
-wait ends late. Writes DIR/all_reduce.json: `{ranks, batch, columns, one_shot_us, with_norm_us, nccl_us, device, torch, date}`, times as the
-slowest rank's median.
+model served by two ranks, its experts in the format asked for, from its checkpoint to tokens, against the plain forward; a rank that stays
+away is named by the others and no wait ends late. Writes DIR/all_reduce.json: `{ranks, batch, columns, one_shot_us, with_norm_us, nccl_us,
+device, torch, date}`, times as the slowest rank's median.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.decode_served import check_served
-from common.rank_spec import RankSpec
+from common.rank_spec import CUDA_WEIGHTS, RankSpec
 from kernels import cuda_library
 from kernels.peers import PeerLayout, Peers, missing_rank, sum_rows_ref
 from model.group import GroupLinks, open_group
 from model.peer_memory import open_peers
+from model.weights import WeightFormat
 
 COLUMNS, BATCHES, VOCAB = 2880, (1, 2, 4, 8, 16, 32, 64, 128), 201088
 MEETINGS_A_GRAPH, ROUNDS = 72, 30
@@ -179,7 +180,9 @@ class Bench:
         return rows_of
 
 
-def rank_main(rank: int, ranks: int, gpus: int, rendezvous: str, store: str, meetings: int, pipe: Connection) -> None:
+def rank_main(
+    rank: int, ranks: int, gpus: int, rendezvous: str, store: str, meetings: int, weights: WeightFormat, pipe: Connection
+) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % gpus)  # as under Ray: a process sees its own GPU alone
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -188,7 +191,7 @@ def rank_main(rank: int, ranks: int, gpus: int, rendezvous: str, store: str, mee
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (2 * ranks)))  # ranks that take every core each wait for each other
     checks = [partial(bench.check_sums, meetings), bench.check_tokens, bench.check_absent]
     if ranks == 2:  # the tiny model has two KV heads
-        checks.append(partial(check_served, group=bench.links.compute))
+        checks.append(partial(check_served, group=bench.links.compute, weights=weights))
     for check in checks:
         line = check()
         if rank == 0:
@@ -207,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--meetings", type=int, default=1000)
+    parser.add_argument("--weights", choices=CUDA_WEIGHTS["decode"], default="mxfp4")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -219,7 +223,8 @@ def main() -> None:
     pipes, processes = [], []
     for rank in range(args.ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main, args=(rank, args.ranks, gpus, rendezvous, str(store), args.meetings, theirs))
+        told = (rank, args.ranks, gpus, rendezvous, str(store), args.meetings, args.weights, theirs)
+        process = context.Process(target=rank_main, args=told)
         process.start()
         theirs.close()
         pipes.append(ours)

@@ -181,20 +181,19 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="20b,120b")
-    parser.add_argument("--weights", default="mxfp4", help=f"formats of the experts, of {', '.join(EXPERTS)}; with commas between them")
+    parser.add_argument("--weights", nargs="+", choices=EXPERTS, default=["mxfp4"], help="formats of the experts")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--commit", default="unknown", help="of the code, for the records")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     report = Report(args.out)
     report.section("build", cuda_library.build_all)
-    formats = args.weights.split(",")
     if args.check:
-        for experts in formats:
+        for experts in args.weights:
             run_checks(report, {"mxfp4": CHECKS, "fp8": CHECKS_FP8}[experts])
-    if args.time and "mxfp4" in formats:
+    if args.time and "mxfp4" in args.weights:
         report.section("attention", lambda: print_rows(report, "attention", attention_rows()))
-    for name, experts in product(args.models.split(",") if args.time else (), formats):
+    for name, experts in product(args.models.split(",") if args.time else (), args.weights):
         cases = FP8_CASES[name] if experts == "fp8" else [(rows, context) for model, rows, context in TARGETS if model == name]
         run = partial(time_model, report, name, experts, cases, args.steps, args.commit)
         report.section(f"{name} {experts}", run)
