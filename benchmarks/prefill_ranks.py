@@ -29,6 +29,7 @@ from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config,
 from common.rank_spec import RankSpec
 from kernels import cuda_library
 from kernels.experts_prefill import NAME
+from kernels.peers import PeerLayout, Peers
 from kernels.router import fold_router
 from model.batch import StepBatch
 from model.config import ModelConfig
@@ -36,6 +37,7 @@ from model.group import open_group
 from model.kv_cache import KVCache
 from model.layout import cut_for_rank
 from model.parallel import LocalGroup, ParallelGroup
+from model.peer_memory import open_peers
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import PrefillGraph
 from model.prefill_weights import SERVED_PROJECTIONS, Fp8Weight, PrefillLayer, PrefillWeights, Projections
@@ -96,42 +98,53 @@ def slice_of(weights: PrefillWeights, config: ModelConfig, tp: int, rank: int) -
     return PrefillWeights(weights.embed, tuple(part(layer) for layer in weights.layers), weights.norm, weights.lm_head[vocab])
 
 
-def check_group(config: ModelConfig, group: ParallelGroup, device: str, tokens: int, least_piece_tokens: int) -> float | None:
-    """Logits of the group against rank 0 alone with the same weights, on GPUs also out of a graph. Returns: the least cosine, on rank 0"""
+def check_group(
+    config: ModelConfig, group: ParallelGroup, device: str, tokens: int, least_piece_tokens: int, peers: Peers | None = None
+) -> float | None:
+    """Logits of the group against rank 0 alone with the same weights: over its collectives and over `peers`, on GPUs also out of a graph.
+
+    Returns: the least cosine, on rank 0
+    """
     whole = RandomWeights(config, device, 5).model(projections=SERVED_PROJECTIONS)
     batch, blocks = random_prompt(config, tokens, 3)
     offset = uniform_logits(config, tokens + 100, device, 2)
 
-    def logits(weights: PrefillWeights, ranks: ParallelGroup, *, in_graph: bool = False) -> torch.Tensor | None:
+    def logits(weights: PrefillWeights, ranks: ParallelGroup, *, over: Peers | None = None, in_graph: bool = False) -> torch.Tensor | None:
         options = {"block_size": BLOCK_SIZE, "device": device, "max_positions": tokens + 100, "least_piece_tokens": least_piece_tokens}
-        prefill = CudaPrefill(config, weights, ranks, **options)
+        prefill = CudaPrefill(config, weights, ranks, peers=over, **options)
         prefill.logit_offset = offset
         kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), ranks.size, ranks.rank, blocks, blocks, device)
         if not in_graph:
             return prefill.forward(batch, kv)
         with torch.no_grad():
-            return PrefillGraph(prefill, tokens + 100, batch, kv).forward(batch)
+            got = PrefillGraph(prefill, tokens + 100, batch, kv).forward(batch)
+        prefill.check_ranks()
+        return got
 
     mine = slice_of(whole, config, group.size, group.rank)
-    got = [logits(mine, group, in_graph=in_graph) for in_graph in (False, True)[: 2 if device == "cuda" else 1]]
+    graphs = (False, True) if device == "cuda" else (False,)
+    ways = [(over, in_graph) for over in dict.fromkeys((None, peers)) for in_graph in graphs]
+    got = [logits(mine, group, over=over, in_graph=in_graph) for over, in_graph in ways]
     if group.rank > 0:
         return None
     alone = logits(whole, LocalGroup())
-    return min(float(torch.nn.functional.cosine_similarity(each, alone)) for each in got)
+    return min(float(torch.nn.functional.cosine_similarity(each.cpu(), alone.cpu())) for each in got)
 
 
 def time_layout(
-    model: str, tokens: int, group: ParallelGroup, ep: int, pieces: tuple[int, ...], layers: int | None, unique: int
+    model: str, tokens: int, group: ParallelGroup, ep: int, peers: Peers | None, layers: int | None, unique: int
 ) -> Iterator[dict]:
+    """Out of a graph: sums over the group's collectives, in one piece and in two, and over `peers`; over those launched too."""
     config = gpt_oss_config(model, layers)
     weights = rank_weights(config, tp=group.size, ep=ep, rank=group.rank, device="cuda", unique_layers=unique)
     kv_blocks = -(-tokens // BLOCK_SIZE)
     kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), group.size, group.rank, kv_blocks, kv_blocks, "cuda")
     offset = uniform_logits(config, tokens, "cuda", 2)
     prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + WARM)]
-    for count, in_graph in [(1, False), *((count, True) for count in pieces)]:
+    ways = [(peers, 1, True), (peers, 1, False)] if peers is not None else []
+    for over, count, in_graph in [*ways, (None, 1, True), (None, 2, True)]:
         prefill = CudaPrefill(
-            config, weights, group, block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, pieces=count
+            config, weights, group, block_size=BLOCK_SIZE, device="cuda", max_positions=tokens, pieces=count, peers=over
         )  # fmt: skip
         prefill.logit_offset = offset
         forward: Callable[[StepBatch], torch.Tensor | None] = partial(prefill.forward, kv=kv)
@@ -151,7 +164,7 @@ def time_layout(
         kept = sorted(times[WARM:])
         yield {
             "model": f"gpt-oss-{model}", "layout": f"tp{group.size}" + (f"-ep{ep}" if ep > 1 else ""), "tokens": tokens, "pieces": count,
-            "graph": in_graph,
+            "graph": in_graph, "sums": "peers" if over is not None else "nccl",
             "median_ms": round(statistics.median(kept), 3), "min_ms": round(kept[0], 3), "max_ms": round(kept[-1], 3), "runs": len(kept),
             "projections": SERVED_PROJECTIONS, "host_ms": round(statistics.median(hosts[WARM:]), 3), **_device_ms(forward, prompts[0]),
         }  # fmt: skip
@@ -167,6 +180,13 @@ def _device_ms(forward: Callable[[StepBatch], object], prompt: StepBatch) -> dic
     return {name: round(sum(event.device_time for event in events) / 1e3, 3) for name, events in spent.items()}
 
 
+def _open_peers(group: ParallelGroup, tokens: int) -> Peers | None:
+    if group.size != 2:
+        return None
+    layout = PeerLayout(group.size, tokens, gpt_oss_config("120b").hidden_size, 0)
+    return open_peers(group, layout, torch.zeros(1, dtype=torch.int32, device="cuda"), timeout_s=120, exchange="cuda")
+
+
 def rank_main(args: argparse.Namespace) -> None:
     spec = RankSpec(
         "bench", "g", "prefill", "", args.tp, args.tp, args.rank, args.rendezvous, 1, bytes.fromhex(args.key),
@@ -175,22 +195,21 @@ def rank_main(args: argparse.Namespace) -> None:
     links = open_group(spec)
     group = links.compute
     try:
-        cosine = check_group(gpt_oss_config(args.model, CHECKED_LAYERS), group, "cuda", CHECKED_TOKENS, 1024)
+        peers = _open_peers(group, args.tokens)
+        cosine = check_group(gpt_oss_config(args.model, CHECKED_LAYERS), group, "cuda", CHECKED_TOKENS, 1024, peers)
         if cosine is not None:
             print("RESULT " + json.dumps({"check": f"cosine to one rank alone {cosine:.6f}", "ok": cosine > LEAST_COSINE}), flush=True)
         for ep in (args.tp, 1):
-            for result in time_layout(args.model, args.tokens, group, ep, (1, 2), None, args.layers_unique):
+            for result in time_layout(args.model, args.tokens, group, ep, peers, None, args.layers_unique):
                 if args.rank == 0:
                     print("RESULT " + json.dumps(result), flush=True)
     finally:
         links.close()
 
 
-def run_group(model: str, tp: int, tokens: int, unique: int) -> list[dict]:
-    """Starts a process for each rank, each seeing its own GPU. Returns: what rank 0 measured
-
-    Raises: RuntimeError with the end of a rank's output if one fails or the limit passes
-    """
+def run_group(model: str, tp: int, tokens: int, unique: int, on_result: Callable[[dict], None]) -> None:
+    """Starts a process for each rank, each seeing its own GPU; `on_result` gets what rank 0 measures as it comes, and at the end the ranks
+    that failed or did not end in time, whose last words go to stderr."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
@@ -206,10 +225,16 @@ def run_group(model: str, tp: int, tokens: int, unique: int) -> list[dict]:
             )
             for rank in range(tp)
         ]  # fmt: skip
-        deadline = time.monotonic() + LIMIT_S
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            if any(process.poll() not in (None, 0) for process in ranks):
-                break
+        deadline, told = time.monotonic() + LIMIT_S, 0
+        is_over = False
+        while not is_over:
+            is_over = all(process.poll() is not None for process in ranks) or time.monotonic() > deadline
+            is_over |= any(process.poll() not in (None, 0) for process in ranks)
+            lines = (Path(folder) / "rank0.log").read_text().split("\n")[:-1]  # whole ones
+            for line in lines[told:]:
+                if line.startswith("RESULT "):
+                    on_result(json.loads(line.removeprefix("RESULT ")))
+            told = len(lines)
             time.sleep(0.2)
         failed = [rank for rank, process in enumerate(ranks) if process.poll() != 0]
         for process in ranks:
@@ -220,11 +245,9 @@ def run_group(model: str, tp: int, tokens: int, unique: int) -> list[dict]:
             log.seek(0)
             texts.append(log.read())
             log.close()
-    results = [json.loads(line.removeprefix("RESULT ")) for line in texts[0].splitlines() if line.startswith("RESULT ")]
     if failed:
         sys.stderr.write("\n".join(f"== rank {rank}\n{texts[rank][-3000:]}" for rank in failed) + "\n")
-        results.append({"failed_ranks": failed})
-    return results
+        on_result({"failed_ranks": failed})
 
 
 def main() -> None:
@@ -241,12 +264,17 @@ def main() -> None:
     if args.rank is not None:
         rank_main(args)
     else:
-        cuda_library.build(NAME)
-        results = run_group(args.model, args.tp, args.tokens, args.layers_unique)
+        for name in (NAME, "peers", "device_memory"):
+            cuda_library.build(name)
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "prefill_ranks.json").write_text(json.dumps(results, indent=1) + "\n")
-        for result in results:
-            print(result)
+        results: list[dict] = []
+
+        def keep(result: dict) -> None:
+            print(result, flush=True)
+            results.append(result)
+            (args.out / "prefill_ranks.json").write_text(json.dumps(results, indent=1) + "\n")
+
+        run_group(args.model, args.tp, args.tokens, args.layers_unique, keep)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Where the ranks of a decode group meet on GPUs: sums of activations, logits to rank 0, tokens to all, over memory they map of each other.
+"""Where the ranks of a group meet on GPUs: sums of activations, logits to rank 0, tokens to all, over memory they map of each other.
 
 Owns the layout of that memory and the launches; whoever starts a rank allocates and maps it (`model/peer_memory.py`). Every rank makes the
 same calls in the same order. One barrier a call, inside the kernel, so all of it is captured in the step's graph; what the barrier rests on
-is told in `cuda/peers.cu`. Called by `model/decode_cuda.py`. Legend: R ranks, B rows, C hidden_size, V vocabulary, k experts_per_token.
+is told in `cuda/peers.cu`. Called by `model/decode_cuda.py` and, for sums alone, by `model/prefill_cuda.py`.
+Legend: R ranks, B rows, C hidden_size, V vocabulary, k experts_per_token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ALIGNMENT = 2 << 20  # below 2 MiB the driver may put several allocations behin
 class PeerLayout:
     """Where in each rank's memory what lies, in bytes; rank 0 alone has room for logits, at the end.
 
-    Units: rows: most rows of a step, at most 128
+    Units: rows: that sums take at once, longer ones go piece by piece; at most 128 where logits and tokens are to meet; vocab: 0 where not
     """
 
     ranks: int
@@ -37,12 +38,16 @@ class PeerLayout:
     vocab: int
 
     def __post_init__(self) -> None:
-        if self.ranks not in SERVED_RANKS or self.rows > MAX_ROWS:
+        if self.ranks not in SERVED_RANKS or (self.vocab and self.rows > MAX_ROWS):
             raise ShapeError(f"{self.ranks} ranks and {self.rows} rows meet; the kernels take {SERVED_RANKS} ranks and {MAX_ROWS} rows")
 
     @property
+    def sum_flags(self) -> int:
+        return 3 * _FLAG_BYTES
+
+    @property
     def best(self) -> int:
-        return 4 * _FLAG_BYTES
+        return self.sum_flags + self.rows * MAX_RANKS * 4
 
     @property
     def tokens(self) -> int:
@@ -54,7 +59,7 @@ class PeerLayout:
 
     @property
     def logits(self) -> int:
-        return self.sums + 2 * MAX_ROWS * self.ranks * self.columns * 2
+        return self.sums + 2 * self.rows * self.ranks * self.columns * 2
 
     def nbytes(self, rank: int) -> int:
         wanted = self.logits + (self.rows * self.vocab * 4 if rank == 0 else 0)
@@ -76,13 +81,18 @@ class Peers:
         self.status = status
         self.timeout_ms = timeout_s * 1e3
         self._arrived = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        parts = (layout.sums, layout.best, layout.logits, layout.tokens)
+        meetings = {
+            "sums": (layout.rows, layout.sum_flags, layout.sums),
+            "best": (1, 0, layout.best),
+            "logits": (1, _FLAG_BYTES, layout.logits),
+            "tokens": (1, 2 * _FLAG_BYTES, layout.tokens),
+        }
         self._meetings = {
             name: (
-                torch.zeros(MAX_ROWS, dtype=torch.int32, device=memory.device),
-                torch.tensor([number * _FLAG_BYTES, part, *bases], dtype=torch.int64),
+                torch.zeros(counts, dtype=torch.int32, device=memory.device),
+                torch.tensor([flags, parts, *bases], dtype=torch.int64),
             )
-            for number, (name, part) in enumerate(zip(("sums", "best", "logits", "tokens"), parts, strict=True))
+            for name, (counts, flags, parts) in meetings.items()
         }
 
     @property
@@ -136,10 +146,15 @@ class Peers:
         num_local_experts=0,
     ) -> None:
         choices = 0 if expert_ids is None else expert_ids.shape[1]
-        self._call(
-            "sum_rows", "sums", x, pairs, expert_ids if rows is None else rows, expert_weights, bias, residual, norm_weight, normed,
-            *residual.shape, choices, first_expert, num_local_experts, rows is not None, float(eps),
-        )  # fmt: skip
+        ids, is_sorted = (expert_ids, False) if rows is None else (rows, True)
+        for first in range(0, residual.shape[0], self.layout.rows):
+            piece = slice(first, first + self.layout.rows)
+            own = pairs if is_sorted or pairs is None else pairs[piece]
+            self._call(
+                "sum_rows", "sums", *_rows_of(piece, x), own, *_rows_of(piece, ids, expert_weights), bias, *_rows_of(piece, residual),
+                norm_weight, *_rows_of(piece, normed), self.layout.rows, *residual[piece].shape, choices, first_expert, num_local_experts,
+                is_sorted, float(eps),
+            )  # fmt: skip
 
     def meet_best(self, scratch: SamplingScratch, seq_lens: Tensor, tokens: Tensor, first_word: int) -> None:
         """Tokens of the ranks' own words, as `sample_tokens` with all_greedy left them, to the best of all words.
@@ -167,6 +182,10 @@ class Peers:
         cuda_library.call(
             "peers", f"tandem_{function}", counts, self.status, places, float(self.timeout_ms), self.rank, self.size, *arguments
         )  # fmt: skip
+
+
+def _rows_of(piece: slice, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor[piece] for tensor in tensors]
 
 
 def missing_rank(status: int) -> int | None:

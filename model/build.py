@@ -25,13 +25,15 @@ TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass(frozen=True)
 class BuiltModel:
     """`warm`, if set, compiles and captures for the rank's own pools, together with the other ranks, and gives the forward pass to use;
-    `decode` does the same for a decode step that is no forward pass with sampling behind it. `step_bytes`: device memory that they take."""
+    `decode` does the same for a decode step that is no forward pass with sampling behind it. `step_bytes`: device memory that they take.
+    `check`, if set, waits for the device and raises WorkerLost if passes so far are void for want of a rank."""
 
     config: ModelConfig
     model: Forward | None
     warm: Callable[[KVCache], Forward] | None = None
     decode: Callable[[KVCache], DecodeStep] | None = None
     step_bytes: int = 0
+    check: Callable[[], None] | None = None
 
     def ready(self, kv: KVCache) -> Forward:
         """The forward pass to serve with. Every rank calls it once, when its pools exist and before it takes requests."""
@@ -56,7 +58,7 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
         raise ConfigError(f"kv dtype {spec.kv_dtype!r} on cuda; the kernels take bfloat16")
     if spec.device == "cuda" and spec.role == "prefill":
         config, prefill = build_prefill_cuda(spec, group)
-        return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv))
+        return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv), check=prefill.check_ranks)
     if spec.device == "cuda" and spec.role == "decode":
         config, packed = build_decode_cuda(spec, group)
         return BuiltModel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,20 @@ import torch
 
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import RankSpec
+from kernels.peers import PeerLayout, Peers
 from model.config import ModelConfig, check_layout, load_model_config
+from model.device_group import COLLECTIVE_TIMEOUT_S
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
+from model.peer_memory import open_peers
 from model.prefill_cuda import CudaPrefill
 from model.prefill_graph import GraphedPrefill
 from model.prefill_weights import SERVED_PROJECTIONS, Projections, prepare_prefill_weights
 from model.weights import load_shard
 
+logger = logging.getLogger(__name__)
 HEAD_DIM = 64
+MOST_ROWS_AT_ONCE = 8192  # of a sum: room for two halves of them from each rank
 
 
 def build_prefill_cuda(
@@ -46,8 +52,24 @@ def build_prefill_cuda(
     layers = deque(shard.layers)
     weights = prepare_prefill_weights(config, replace(shard, layers=()), spec.device, projections=projections, layers=layers)
     return config, CudaPrefill(
-        config, weights, group, block_size=spec.block_size, device=spec.device, max_positions=spec.max_model_len
+        config, weights, group, block_size=spec.block_size, device=spec.device, max_positions=spec.max_model_len,
+        peers=_peers(spec, group, config),
     )  # fmt: skip
+
+
+def _peers(spec: RankSpec, group: ParallelGroup, config: ModelConfig) -> Peers | None:
+    """Two GPUs add up over each other's memory, which beats NCCL; in larger groups each rank would send its part to too many."""
+    if group.size != 2 or spec.device != "cuda":
+        return None
+    rows = min(spec.chunk_tokens, spec.max_model_len, MOST_ROWS_AT_ONCE)
+    status = torch.zeros(1, dtype=torch.int32, device=spec.device)
+    try:
+        return open_peers(
+            group, PeerLayout(group.size, rows, config.hidden_size, 0), status, timeout_s=COLLECTIVE_TIMEOUT_S, exchange=spec.device
+        )  # fmt: skip
+    except NotSupportedError as exc:
+        logger.warning("sums of the prefill group go over NCCL, which is slower: %s", exc.message)
+        return None
 
 
 def warm_prefill_cuda(prefill: CudaPrefill, kv: KVCache) -> GraphedPrefill:

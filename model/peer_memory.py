@@ -1,6 +1,6 @@
 """Makes the memory over which the GPU ranks of one group meet: each allocates its own and maps that of all others by CUDA IPC.
 
-Works where every process sees its own GPU only, and with several ranks on one GPU. Called while a decode rank is built; what is done with
+Works where every process sees its own GPU only, and with several ranks on one GPU. Called while a rank is built; what is done with
 the memory is `kernels/peers.py`'s.
 """
 
@@ -38,23 +38,25 @@ def open_peers(
     status: Tensor,
     *,
     timeout_s: float = MEETING_TIMEOUT_S,
+    exchange: torch.device | str = "cpu",
     allocate: Callable[[torch.device, int], OwnMemory] = DeviceMemory,
     map_handle: Callable[[torch.device, bytes], OthersMemory] = MappedMemory,
 ) -> Peers:
     """Every rank of the group calls it at the same time; handles travel over the group's own collectives.
 
     Shapes: status [1] int32 on the rank's device, zero
+    Units: exchange: device of the tensors that the group's collectives take
     Effects: the mappings stay until the process ends
     Raises: NotSupportedError where this host does not let processes map each other's GPU memory; WorkerLost if another rank failed
     """
     memory = allocate(status.device, layout.nbytes(group.rank))
     handle = memory.handle()
-    handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8)[None], dim=0)
+    handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8)[None].to(exchange), dim=0).cpu()
     bases = [memory.address] * group.size
     for rank in range(group.size):
         if rank != group.rank:
             bases[rank] = _mapped(map_handle, status.device, bytes(handles[rank].numpy()), rank)
-    group.all_reduce(torch.zeros(1))  # nobody writes before all have mapped
+    group.all_reduce(torch.zeros(1, device=exchange))  # nobody writes before all have mapped
     return Peers(layout, group.rank, memory.tensor(), bases, status, timeout_s)
 
 

@@ -17,10 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from common.errors import WorkerLost
 from kernels.attention_prefill import AttentionHeads, attention_workspace
 from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up
 from kernels.moe_prefill import combine, combine_norm, combine_norm_quantize, permute_rows
 from kernels.norm import add_norm, add_norm_quantize
+from kernels.peers import Peers, missing_rank
 from kernels.quantize import BIAS_COLUMNS
 from kernels.reference import rms_norm_ref, yarn_inv_freq_ref
 from kernels.rope_kv import rope_table, rope_write_kv
@@ -46,7 +48,8 @@ class CudaPrefill:
     Shapes: `logit_offset` [layers, T or more, all experts] fp32 or None: added to the router's logits; benchmarks of random weights set it
     Units: block_size [tokens]; max_positions: length of the rope table
     Units: contiguous: chunks that begin a prompt attend to K and V as rows instead of reading them back from the pool
-    Units: pieces, least_piece_tokens: how a group of several ranks cuts such chunks, see `model/prefill_pieces.py`
+    Units: pieces, least_piece_tokens: how a group without peers cuts such chunks, see `model/prefill_pieces.py`
+    Units: peers: sums go over them instead of the group's collectives, each in one pass with what follows it
     Units: adds_output: the stream holds a layer's output bias before its attention
     Effects: allocates the rope table and the attention workspace; kernels compile at first use
     """
@@ -63,6 +66,7 @@ class CudaPrefill:
         contiguous: bool = True,
         pieces: int = PIECES,
         least_piece_tokens: int = LEAST_PIECE_TOKENS,
+        peers: Peers | None = None,
     ):
         self.config = config
         self.weights = weights
@@ -88,7 +92,9 @@ class CudaPrefill:
         self.pieces = pieces
         self._counters = empty_counters(self.device)
         self.adds_output = group.size == 1 and isinstance(first.o, Tensor)
-        self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if contiguous and group.size > 1 else None
+        self.peers = peers
+        self.in_pieces = contiguous and group.size > 1 and peers is None
+        self._piecewise = PiecewisePrefill(self, pieces=pieces, least_tokens=least_piece_tokens) if self.in_pieces else None
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, kv: KVCache, on_layer: LayerHook | None = None) -> Tensor | None:
@@ -133,6 +139,12 @@ class CudaPrefill:
         attended = attention.attend_last(q, inputs.last_row, kv_rows, kv.layer(last), layers[last].sinks)
         return self.last_row_logits(residual, attended, inputs.last_row, counts[last])
 
+    def check_ranks(self) -> None:
+        """Waits for the device. Raises: WorkerLost if a rank did not come to a sum so far, which leaves that one and all later ones void"""
+        lost = missing_rank(int(self.peers.status)) if self.peers is not None else None
+        if lost is not None:
+            raise WorkerLost("a rank of the group did not take part in a sum in time", rank=lost)
+
     def last_row_logits(self, residual: Tensor, attended: Tensor, last_row: Tensor, counts: Tensor) -> Tensor:
         """What the last layer does behind its attention: for the last token alone.
 
@@ -157,6 +169,13 @@ class CudaPrefill:
             joined = combine_norm_quantize if in_fp8 else combine_norm
             bias = following.o_bias if self.adds_output else None
             return joined(residual, y, places, routing.expert_weights, following.attn_norm, eps, stream_bias=bias)
+        if self.peers is not None and not in_fp8:
+            normed = torch.empty_like(residual)
+            self.peers.sum_experts_norm(
+                y, routing.expert_ids, routing.expert_weights, residual, following.attn_norm, eps=eps,
+                first_expert=self.weights.layers[index].first_expert, num_local_experts=counts.shape[0], normed=normed, rows=places,
+            )  # fmt: skip
+            return normed
         delta = self.group.all_reduce(combine(y, places, routing.expert_weights))
         return (add_norm_quantize if in_fp8 else add_norm)(residual, following.attn_norm, eps, delta=delta)
 
@@ -185,6 +204,8 @@ class CudaPrefill:
         if self.adds_output:
             assert isinstance(layer.o, Tensor)
             add_output(residual, attended, layer.o)
+        elif self.peers is not None:
+            self.peers.sum_projection(project_output(attended, layer.o), layer.o_bias, residual)
         else:
             delta, bias = self.group.all_reduce(project_output(attended, layer.o)), layer.o_bias
         inverse_rms = torch.empty(residual.shape[0], dtype=torch.float32, device=residual.device)

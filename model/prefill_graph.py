@@ -33,7 +33,7 @@ class PrefillGraph:
     Units: tokens: rows of the bucket; `warm`: a CPU batch of at most that many tokens
     Units: kv: the cache that the graph reads and writes for good
     Units: max_seq_len [tokens]: earlier tokens and padding included, for chunks anywhere in a prompt; None: chunks that begin their prompt,
-        which need no plan per request, and which a group of several ranks computes in pieces
+        which need no plan per request, and which a group without peers computes in pieces
     `pool`: torch's handle of a graph memory pool; graphs that share one must not run at the same time
     Effects: runs the forward twice to compile and warm it, then captures it, its collectives included: all ranks of the group do so
         together; no per-layer hook: K and V are complete when it ends
@@ -56,7 +56,7 @@ class PrefillGraph:
         self._inputs = ChunkInputs.empty(tokens, prefill.device)
         self._attention: ChunkAttention | None = None
         forward: Callable[[], Tensor]
-        if max_seq_len is None and prefill.group.size > 1:
+        if max_seq_len is None and prefill.in_pieces:
             runner = PiecewisePrefill(prefill, pieces=prefill.pieces, least_tokens=LEAST_PIECE_TOKENS, graph_tokens=tokens)
             self.least_tokens = runner.least_rows
             forward = partial(runner.run, self._inputs, None, kv, want_logits=True, on_layer=None)

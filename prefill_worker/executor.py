@@ -29,11 +29,21 @@ def wants_reply(plan: plan_pb2.PrefillPlan) -> bool:
 class PrefillExecutor:
     """Called from the rank's engine thread alone.
 
-    `report` takes one PushReport per transfer of a begin; it is called from transport threads and must not block.
+    `report` takes one PushReport per transfer of a begin; it is called from transport threads and must not block. `check` raises WorkerLost
+    if the passes so far are void.
     """
 
-    def __init__(self, model: Forward, kv: KVCache, sender: Sender, rank: int, report: Callable[[worker_pb2.PushReport], None]):
+    def __init__(
+        self,
+        model: Forward,
+        kv: KVCache,
+        sender: Sender,
+        rank: int,
+        report: Callable[[worker_pb2.PushReport], None],
+        check: Callable[[], None] | None = None,
+    ):
         self._model = model
+        self._check = check
         self._kv = kv
         self._sender = sender
         self._rank = rank
@@ -76,7 +86,12 @@ class PrefillExecutor:
         if chunk.is_last and on_layer is not None:
             self._sender.finish(chunk.transfer_id, self._report_end)
             self._open.remove(chunk.transfer_id)
-        return logits.cpu() if chunk.is_last and logits is not None else None
+        if not chunk.is_last:
+            return None
+        result = None if logits is None else logits.cpu()
+        if self._check is not None:
+            self._check()
+        return result
 
     def _pusher(self, chunk: plan_pb2.PrefillChunk) -> Callable[[int], None]:
         """What the forward pass calls once a layer's K and V exist."""

@@ -87,7 +87,7 @@ class PrefillRank:
         kv = KVCache(geometry, spec.tp, spec.rank, facts.full_blocks, facts.sliding_blocks, spec.device)
         view = PoolView(kv.full, kv.sliding, geometry, spec.tp, spec.rank)
         sender = Sender(view, key=started.wire.keys, rank=spec.rank, preference=spec.transport, io_timeout_s=spec.lease_s)
-        return PrefillExecutor(started.built.ready(kv), kv, sender, spec.rank, report)
+        return PrefillExecutor(started.built.ready(kv), kv, sender, spec.rank, report, started.built.check)
 
     def _lead(self, started: StartedRank, control: LeaderChannel) -> types_pb2.GroupDescription:
         spec, server, facts = self.spec, started.server, started.facts

@@ -1,5 +1,5 @@
-// Where the ranks of a group meet inside a decode step, over memory that each of them has mapped of all others: sums of activations with
-// residual and RMSNorm, logits to rank 0, tokens to all.
+// Where the ranks of a group meet inside a step, over memory that each of them has mapped of all others: sums of activations with residual
+// and RMSNorm, of prompts too; in decode steps logits to rank 0 and tokens to all.
 //
 // A rank writes its part into the memory of every other one, then raises a flag there (release at system scope); each reads its own memory
 // after its flags are up (acquire). Flags carry a count of meetings that never goes back, so nothing is reset. Parts lie in two halves that
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int kMaxRanks = 8, kMaxRows = 128;
+constexpr int kMaxRanks = 8, kMaxRows = 128;  // rows: of a decode step; sums take as many as there is room for
 constexpr int kPollsBetweenLooks = 32;
 
 // Offsets in bytes into every rank's memory; flags are [rows][8] counts, one for each writer.
@@ -69,7 +69,7 @@ struct SumArgs {
   uint16_t* residual;           // [tokens, columns] in and out
   const uint16_t* norm_weight;  // [columns] or null: no norm
   uint16_t* normed;             // [tokens, columns]
-  int columns, choices, first_expert, experts;
+  int room, columns, choices, first_expert, experts;  // room: rows that a half holds
   float eps;
 };
 
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(512) sum_rows(const __grid_constant__ SumArgs 
   wait_for_previous_kernel();
   start_next_kernel();
   const uint32_t count = __ldcg(m.counts + row) + 1;
-  const size_t half = (static_cast<size_t>(count & 1) * kMaxRows + row) * RANKS;
+  const size_t half = (static_cast<size_t>(count & 1) * a.room + row) * RANKS;
   auto part_of = [&](int owner, int writer) {
     return reinterpret_cast<uint4*>(memory_of(m, owner) + m.parts + ((half + writer) * a.columns + at) * sizeof(uint16_t));
   };
@@ -270,13 +270,14 @@ Meeting meeting_of(void* counts, void* status, const void* places, float timeout
 // `places` lies in host memory: {flags, parts, base of each rank}.
 extern "C" int tandem_sum_rows(void* counts, void* status, const void* places, float timeout_ms, int rank, int ranks,
                                const void* x, const void* pairs, const void* expert_ids, const void* expert_weights, const void* bias,
-                               void* residual, const void* norm_weight, void* normed, int tokens, int columns, int choices,
+                               void* residual, const void* norm_weight, void* normed, int room, int tokens, int columns, int choices,
                                int first_expert, int experts, int is_sorted, float eps, void* stream) {
-  if (columns % 8 || columns > 4096 || tokens > kMaxRows) return -1;
+  if (columns % 8 || columns > 4096 || tokens > room) return -1;
+  if (tokens == 0) return 0;
   const SumArgs a = {meeting_of(counts, status, places, timeout_ms, rank, ranks), static_cast<const uint16_t*>(x),
                      static_cast<const uint16_t*>(pairs), static_cast<const int32_t*>(expert_ids),
                      static_cast<const float*>(expert_weights), static_cast<const uint16_t*>(bias), static_cast<uint16_t*>(residual),
-                     static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed), columns, choices, first_expert, experts,
+                     static_cast<const uint16_t*>(norm_weight), static_cast<uint16_t*>(normed), room, columns, choices, first_expert, experts,
                      eps};
   const int threads = (columns / 8 + 31) / 32 * 32;
   switch (ranks) {

@@ -6,6 +6,10 @@ import pytest
 
 from benchmarks import prefill_random
 from benchmarks.prefill_ranks import LEAST_COSINE, check_group, rank_weights
+from kernels import cuda_library
+from kernels.peers import PeerLayout, Peers
+from tests.support.emulated_cuda import load_emulated
+from tests.support.emulated_peers import emulated_peers
 from tests.support.thread_group import run_ranks
 
 SMALL = replace(
@@ -23,6 +27,27 @@ def test_a_group_of_slices_gives_one_rank_s_logits():
     cosine, other = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64))
     assert cosine > LEAST_COSINE
     assert other is None
+
+
+class Rounding:
+    """Peers whose kernels get bf16, as the products on a GPU are."""
+
+    def __init__(self, peers: Peers):
+        self._peers = peers
+        self.status = peers.status
+
+    def sum_projection(self, x, bias, residual):
+        self._peers.sum_projection(x.bfloat16(), bias, residual)
+
+    def sum_experts_norm(self, pairs, *others, **options):
+        self._peers.sum_experts_norm(pairs.bfloat16(), *others, **options)
+
+
+def test_ranks_that_add_over_each_other_s_memory_give_one_rank_s_logits(monkeypatch):
+    monkeypatch.setattr(cuda_library, "load", load_emulated)
+    peers = [Rounding(rank) for rank in emulated_peers(PeerLayout(2, 90, SMALL.hidden_size, 0))]
+    cosine, _ = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64, peers[group.rank]))
+    assert cosine > LEAST_COSINE
 
 
 @pytest.mark.parametrize(("ep", "experts", "inner"), [(2, 4, 192), (1, 8, 64)])

@@ -149,3 +149,22 @@ def test_statuses():
 def test_groups_that_the_kernels_do_not_take_are_refused(ranks, rows):
     with pytest.raises(ShapeError):
         PeerLayout(ranks, rows, C, VOCAB)
+
+
+def test_sums_of_a_prompt_go_in_pieces_of_what_there_is_room_for(emulated):  # noqa: F811
+    g = torch.Generator().manual_seed(8)
+    lengths = (300, 7, 140)  # more than a decode step has, and three pieces with a short last one
+    parts, bias, start = [randn(g, 2, rows, C) for rows in lengths], randn(g, C), randn(g, 300, C)
+    peers = emulated_peers(PeerLayout(2, 140, C, 0))
+
+    def rank_main(group):
+        residual = start.clone()
+        for part in parts:
+            peers[group.rank].sum_projection(part[group.rank], bias, residual[: part.shape[1]])
+        return residual
+
+    want = start.clone()
+    for part in parts:
+        want[: part.shape[1]], _ = sum_rows_ref(part, want[: part.shape[1]], bias=bias)
+    assert all(torch.equal(got, want) for got in run_ranks(2, rank_main))
+    assert PeerLayout(2, 140, C, 0).nbytes(0) == PeerLayout(2, 140, C, 0).nbytes(1)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, NotSupportedError, ServingError
+from common.errors import ConfigError, NotSupportedError, ServingError, WorkerLost
 from common.rank_spec import RankSpec
 from kernels import experts_prefill, moe_prefill, norm, quantize
+from kernels.peers import PeerLayout, Peers
 from kernels.quantize import empty_fp8_rows
 from kernels.reference import fp8_quant_blocks_ref, fp8_quant_hidden_ref, fp8_quant_rows_bias_ref
 from model import prefill_pieces, prefill_weights
@@ -309,3 +310,11 @@ def test_what_a_prefill_pool_on_cuda_cannot_serve_is_refused(tiny, tmp_path):
         build_model(replace(spec, weights="mxfp4"), LocalGroup())
     with pytest.raises(ConfigError, match="bfloat16"):
         build_model(replace(spec, kv_dtype="float32"), LocalGroup())
+
+
+def test_a_rank_that_missed_a_sum_is_told(tiny):
+    prefill, _ = build(tiny, LocalGroup())
+    prefill.check_ranks()  # alone, there is nobody to miss
+    prefill.peers = Peers(PeerLayout(2, 1, 256, 0), 0, torch.zeros(1), [0, 0], torch.tensor([2], dtype=torch.int32), 1.0)
+    with pytest.raises(WorkerLost, match="did not take part"):
+        prefill.check_ranks()

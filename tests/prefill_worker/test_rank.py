@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import grpc
 import pytest
 
-from common.errors import KernelError, ServingError
+from common.errors import KernelError, ServingError, WorkerLost
 from common.proto import worker_pb2, worker_pb2_grpc
 from common.requests import SamplingParams
 from decode_worker.rank import DecodeRank
@@ -43,6 +43,15 @@ class CannotLoad:
         if spec.rank == self.rank:
             raise KernelError("this rank has no weights")
         return FakeModelBuilder()(spec, group)
+
+
+def misses_a_sum(spec, group) -> BuiltModel:
+    """A fake whose passes turn out to be void: on GPUs a rank that hangs is noticed by the others' kernels."""
+
+    def check() -> None:
+        raise WorkerLost("a rank of the group did not take part in a sum in time", rank=1)
+
+    return replace(FakeModelBuilder()(spec, group), check=check)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -119,6 +128,14 @@ async def test_forward_that_fails_on_one_rank_alone_ends_the_group(rank):
     with running(rank_spec("prefill", tp=2), build=FailsAlone(rank)) as (group,):
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await asyncio.wait_for(one_token(group, [5, NEVER_SAMPLED]), within(20))
+        assert failed.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert group.wait_gone(3.0)
+
+
+async def test_no_token_comes_of_a_pass_that_a_rank_did_not_take_part_in():
+    with running(rank_spec("prefill", tp=2), build=misses_a_sum) as (group,):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await asyncio.wait_for(one_token(group, [5, 6, 7]), within(20))
         assert failed.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert group.wait_gone(3.0)
 
