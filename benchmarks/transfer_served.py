@@ -3,8 +3,9 @@
     python -m benchmarks.transfer_served --out FOLDER [--layers 24] [--requests 64] [--transport auto]      two GPUs, shapes of 20b
     python -m benchmarks.transfer_served --out FOLDER --device cpu                                           a tiny model, no GPU
 
-Random weights in the official checkpoint layout, made in FOLDER if they are not there. Greedy tokens may differ between batches of
-different sizes by rounding alone, so the colocated run decodes some prompts alone too, and the table says how often that differs.
+Random weights in the official checkpoint layout, made in FOLDER if they are not there. They leave close runners-up, so greedy tokens
+differ between batches of different sizes by rounding alone, and then for good. So the colocated run also goes along with the served tokens
+and says how far each is below its own likeliest one; what rounding alone does is said by prompts that it decodes alone.
 """
 
 from __future__ import annotations
@@ -128,13 +129,21 @@ async def transports_of(address: str) -> dict[str, float]:
     return found
 
 
-def colocated(folder: Path, path: Path, device: str, settings: Settings, prompts: list[list[int]], max_tokens: int) -> dict[str, list]:
+def colocated(
+    folder: Path, path: Path, device: str, settings: Settings, prompts: list[list[int]], max_tokens: int, answers: dict[str, list]
+) -> dict[str, Any]:
     plan, out = folder / "colocated-plan.json", folder / "colocated.json"
-    about = {"path": str(path), "device": device, "prompts": prompts, "max_tokens": max_tokens, "alone": ALONE}
+    about = {"path": str(path), "device": device, "prompts": prompts, "max_tokens": max_tokens, "alone": ALONE, "answers": answers}
     plan.write_text(json.dumps(about | settings))
     command = [sys.executable, "-m", "benchmarks.transfer_served_reference", str(plan), str(out)]
     subprocess.run(command, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"}, timeout=500)
     return json.loads(out.read_text())
+
+
+def judged(gaps: list[list[float]]) -> dict[str, float]:
+    """Of tokens: how many there are, how many are the likeliest ones, and how far the others are below those at most."""
+    flat = np.array([gap for each in gaps for gap in each])
+    return {"tokens": flat.size, "likeliest": int((flat == 0).sum()), "largest_gap": float(flat.max()) if flat.size else 0.0}
 
 
 def differing(left: list[list[int]], right: list[list[int]]) -> int:
@@ -163,35 +172,50 @@ def main() -> None:
     rng = np.random.default_rng(3)
     lengths = rng.integers(*PROMPT_TOKENS, arguments.requests)
     prompts = [rng.integers(100, vocab_size - 1100 if device == "cuda" else vocab_size, int(n)).tolist() for n in lengths]
-    expected = colocated(folder, path, device, settings, prompts, arguments.max_tokens)
-    print(f"colocated run: {time.monotonic() - began:.0f} s", flush=True)
     os.environ["TANDEM_STATE_DIR"] = str(folder.resolve() / "state")
     rounds = {}
     try:
-        state = bring_up(cluster_config(path, device, settings, arguments.transport, arguments.requests), NAME)
+        shown: set[str] = set()
+
+        def say(rows: list[dict]) -> None:
+            for line in {f"{row['group'] or row['pool']} {row['state']} {row['error']}" for row in rows} - shown:
+                print(f"{time.monotonic() - began:.0f} s: {line}", flush=True)
+                shown.add(line)
+
+        state = bring_up(cluster_config(path, device, settings, arguments.transport, arguments.requests), NAME, say)
         print(f"cluster up: {time.monotonic() - began:.0f} s", flush=True)
         for name in ("cold", "warm"):
             rounds[name] = asyncio.run(ask_all(str(state.router_address), prompts, arguments.max_tokens))
         used = asyncio.run(transports_of(str(state.router_address)))
     finally:
         take_down(NAME)
+    answers = {name: tokens for name, (samples, tokens, _, _) in rounds.items() if not any(sample.error for sample in samples)}
+    expected = colocated(folder, path, device, settings, prompts, arguments.max_tokens, answers)
+    print(f"colocated run: {time.monotonic() - began:.0f} s", flush=True)
     record: dict[str, Any] = {"device": device, "layers": arguments.layers, "transport": arguments.transport, "alone": ALONE}
     record["bytes_by_transport"] = used
     print(f"KV went over {', '.join(f'{name}: {nbytes / 1e6:.0f} MB' for name, nbytes in used.items()) or 'nothing'}")
     record["alone_differs"] = differing(expected["alone"], expected["together"][:ALONE])
-    print(f"colocated, alone against all at once: {record['alone_differs']} of {ALONE} differ (rounding)")
+    record["alone_judged"] = judged(expected["gaps"]["alone"])
+    print(f"colocated, alone against all at once: {record['alone_differs']} of {ALONE} differ; {tell(record['alone_judged'])} (rounding)")
     for name, (samples, tokens, transfers, seconds) in rounds.items():
         record[name] = summarize(samples, seconds, {})
         record[name]["tokens_differ"] = differing(tokens, expected["together"])
+        record[name]["judged"] = judged(expected["gaps"].get(name, []))
         record[name]["transfer_ms_median"] = float(np.median(transfers)) if transfers else None
         print_round(name, record[name])
     (folder / "transfer_served.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def tell(judgement: dict[str, float]) -> str:
+    counted = "{likeliest} of {tokens} tokens are the colocated run's likeliest, the others at most {largest_gap:.3f} below"
+    return counted.format(**judgement)
+
+
 def print_round(name: str, figures: dict[str, Any]) -> None:
     ttft, itl = (", ".join(f"{what} {value:.2f}" for what, value in figures[key].items()) for key in ("ttft_ms", "itl_ms"))
     answered = f"{figures['completed']} answered, {figures['failed']} failed {figures['errors'] or ''}"
-    print(f"{name}: {answered}; {figures['tokens_differ']} differ from the colocated run")
+    print(f"{name}: {answered}; {figures['tokens_differ']} differ from the colocated run; {tell(figures['judged'])}")
     print(f"  TTFT ms {ttft}; ITL ms {itl}; transfer {figures['transfer_ms_median']} ms (median)")
 
 
