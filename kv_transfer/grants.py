@@ -65,9 +65,9 @@ class BlockMap:
             raise KVTransferError(f"{len(chosen)} lists of {name} blocks in one grant, expected one")
         listed = chosen[0] if chosen else worker_pb2.BlockList(sliding=sliding, first_logical=first_logical)
         self.first_logical = listed.first_logical
-        self.ids = np.array(listed.block_ids, np.int64)
-        self.epochs = np.array(listed.epochs, np.int64)
-        num_different = len(np.unique(self.ids))
+        ids = list(listed.block_ids)
+        self.ids, self.epochs = np.array(ids, np.int64), np.array(list(listed.epochs), np.int64)
+        num_different = len(set(ids))
         if not len(self.ids) == len(self.epochs) == num_different:
             raise KVTransferError(f"{name} blocks of a grant: {len(self.ids)} ids ({num_different} different), {len(self.epochs)} epochs")
         if count and not self.first_logical <= first_logical <= first_logical + count <= self.first_logical + len(self.ids):

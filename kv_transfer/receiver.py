@@ -217,6 +217,8 @@ class _DeviceChecker:
         self._device = device
         self._readings: dict[int, _Reading] = {}
         self._forgotten: list[_Reading] = []  # under way: the device may still use them
+        self._tallies: list[Tally] = []  # that no reading uses: pinned memory is dear to get
+        self._pools = [view.layer(layer).data_ptr() for layer in range(view.geometry.num_layers)]
         heads = view.heads.count
         self._shape = TileShape(g.block_size_tokens, g.head_dim * DTYPE_BYTES[g.dtype], heads, heads, heads, g.num_kv_heads)
 
@@ -234,9 +236,9 @@ class _DeviceChecker:
         for layer, slides in enumerate(g.sliding):
             first = spans[slides][0]
             tokens = (first * g.block_size_tokens, grant.num_tokens)
-            pool = self._view.layer(layer).data_ptr()
-            segments.append(Segment(pool, 0, 0, 0, tables[slides], None, tokens, first, layer, self._view.heads.start))
-        self._readings[transfer_id] = _Reading(segments, DigestKey(words, positions, heads), lane.tally())
+            segments.append(Segment(self._pools[layer], 0, 0, 0, tables[slides], None, tokens, first, layer, self._view.heads.start))
+        tally = self._tallies.pop() if self._tallies else lane.tally()
+        self._readings[transfer_id] = _Reading(segments, DigestKey(words, positions, heads), tally)
 
     def digest(self, transfer_id: int) -> int | None:
         """Returns: None until the device has read what lay in the pools at the first call; the next call reads again"""
@@ -251,7 +253,11 @@ class _DeviceChecker:
         return reading.tally.value() - reading.before
 
     def forget(self, transfer_id: int) -> None:
-        self._forgotten = [reading for reading in self._forgotten if reading.moment is not None and not reading.moment.is_past()]
         reading = self._readings.pop(transfer_id, None)
-        if reading is not None and reading.moment is not None:
-            self._forgotten.append(reading)
+        under_way = []
+        for one in [*self._forgotten, *([] if reading is None else [reading])]:
+            if one.moment is None or one.moment.is_past():
+                self._tallies.append(one.tally)
+            else:
+                under_way.append(one)
+        self._forgotten = under_way
