@@ -49,6 +49,7 @@ class DecodeScheduler:
         self.pools = KVPools.of(full_blocks, sliding_blocks)
         self._max_batch = max_batch
         self._entries: dict[int, _Entry] = {}
+        self._counts = dict.fromkeys(Place, 0)
 
     def admit(self, transfer_id: int, max_total_tokens: int) -> Allotment:
         """Takes a place and all the blocks that prompt and output may ever need.
@@ -67,6 +68,7 @@ class DecodeScheduler:
         owner = _owner(transfer_id)
         allotment = Allotment(self.pools.full.allocate(full, owner), self.pools.sliding.allocate(sliding, owner))
         self._entries[transfer_id] = _Entry(allotment, Place.RESERVED)
+        self._counts[Place.RESERVED] += 1
         return allotment
 
     def start(self, transfer_id: int) -> None:
@@ -80,6 +82,7 @@ class DecodeScheduler:
     def release(self, transfer_id: int) -> None:
         """Gives everything back; allowed once nobody writes to or reads from the blocks any more."""
         entry = self._entries.pop(transfer_id)
+        self._counts[entry.place] -= 1
         self.pools.full.free(entry.allotment.full.block_ids, _owner(transfer_id))
         self.pools.sliding.free(entry.allotment.sliding.block_ids, _owner(transfer_id))
 
@@ -88,12 +91,14 @@ class DecodeScheduler:
         return entry.place if entry else None
 
     def count(self, place: Place) -> int:
-        return sum(entry.place is place for entry in self._entries.values())
+        return self._counts[place]
 
     def _move(self, transfer_id: int, before: Place, after: Place) -> None:
         entry = self._entries[transfer_id]
         assert entry.place is before, f"{transfer_id:x} is {entry.place.value}, not {before.value}"
         entry.place = after
+        self._counts[before] -= 1
+        self._counts[after] += 1
 
 
 def _owner(transfer_id: int) -> str:
