@@ -6,6 +6,9 @@ loop puts commands into `commands` and takes outputs from `publish`. One turn of
     commands -> operations of a plan + one row per running sequence -> all ranks -> replies settle the operations -> launch a step ->
     tokens of the oldest step under way -> stop matching -> publish one set of outputs per router
 
+While sequences run, a turn takes only as many admissions as `AdmissionPace` allows, oldest first: looks at what has arrived before new
+reservations. Whatever ends something is never kept waiting.
+
 On a CPU the oldest step is the one just launched. On a GPU it is the one before, so that all of this happens while the device works.
 """
 
@@ -18,11 +21,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from common.errors import DeadlineError, InvalidRequestError, OverloadedError, RemoteError, ServingError
 from common.proto import plan_pb2, types_pb2, worker_pb2
 from common.tracing import Attributes, Tracing
 from decode_worker import commands as cmd
+from decode_worker.admission_pace import AdmissionPace
+from decode_worker.arrivals import Arrivals
 from decode_worker.executor import DecodeExecutor, wants_reply
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
@@ -63,6 +69,7 @@ class DecodeEngine:
         metrics: DecodeMetrics,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        pace: AdmissionPace | None = None,
     ):
         self.load = types_pb2.GroupLoad()
         self._scheduler = scheduler
@@ -75,6 +82,8 @@ class DecodeEngine:
         self._metrics = metrics
         self._tracing = tracing
         self._clock = clock
+        self._pace = pace or AdmissionPace()
+        self._arrivals = Arrivals()
         self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
         self._ahead = RunAhead(executor.lookahead)
         self._ended: list[Sequence] = []  # whose blocks are still written to by a step under way
@@ -104,7 +113,8 @@ class DecodeEngine:
 
     def _take_commands(self) -> bool:
         """Handles all that waits; blocks for the first one if there is nothing to do. Returns: False after ShutDown"""
-        may_block = not self._running and not self._reservations.has_operations and not self._ahead.num_under_way
+        is_idle = not self._running and not self._ahead.num_under_way
+        may_block = is_idle and not self._reservations.has_operations and not self._arrivals
         if not self._running:
             self._metrics.idle()
         timeout_s = _TICK_S if self._reservations.num_open else None
@@ -122,7 +132,7 @@ class DecodeEngine:
         now_s = self._clock()
         match command:
             case cmd.Reserve():
-                self._try(command.done, lambda: self._reserve(command, now_s), lambda: self._metrics.reservation("refused"))
+                self._arrivals.put(command, now_s)
             case cmd.Renew(transfer_ids, done):
                 cmd.answer(done, self._reservations.renew(transfer_ids, now_s))
             case cmd.Commit():
@@ -149,7 +159,18 @@ class DecodeEngine:
             on_refused()
             cmd.refuse(done, exc)
 
-    def _reserve(self, command: cmd.Reserve, now_s: float) -> None:
+    def _take_admissions(self) -> int:
+        """As many as this turn may, into the next plan; all there are if no sequence runs. Returns: how many"""
+        is_held_up = self._running or self._ahead.num_under_way
+        limit = self._pace.allowance() if is_held_up else len(self._arrivals) + self._reservations.num_open
+        taken = self._reservations.ask(limit)
+        while self._arrivals and taken < limit:
+            command, arrived_s = self._arrivals.pop()
+            self._try(command.done, partial(self._reserve, command, arrived_s), lambda: self._metrics.reservation("refused"))
+            taken += 1
+        return taken
+
+    def _reserve(self, command: cmd.Reserve, arrived_s: float) -> None:
         if self._is_draining:
             raise OverloadedError("this decode group is draining")
         if command.work.internal_id in self._running:
@@ -163,22 +184,27 @@ class DecodeEngine:
             max_len=facts.max_len,
             eos_token_ids=facts.eos_token_ids,
             token_bytes=facts.token_bytes,
-            now_s=now_s,
+            now_s=arrived_s,
         )
+        now_s = self._clock()
+        if sequence.deadline_s is not None and sequence.deadline_s <= now_s:
+            raise DeadlineError("the request's deadline passed before there was a reservation")
         self._reservations.reserve(command, sequence, now_s)
 
     def _abort(self, internal_id: str, error: ServingError) -> bool:
+        was_waiting = self._arrivals.forget(lambda command: command.work.internal_id == internal_id)
         sequence = self._running.get(internal_id)
         if sequence is not None:
             self._end(sequence, error)
             return True
-        is_here = self._reservations.abort(internal_id, self._clock())
+        is_here = self._reservations.abort(internal_id, self._clock()) or was_waiting
         if is_here:
             self._metrics.aborted(error)
         return is_here
 
     def _router_gone(self, router_id: str) -> None:
         error = RemoteError("CANCELLED", "its router is gone")
+        self._arrivals.forget(lambda command: command.router_id == router_id)
         for sequence in [*self._running.values(), *self._reservations.sequences()]:
             if sequence.router_id == router_id:
                 logger.info("request %s ends: router %s is gone", sequence.internal_id, router_id)
@@ -198,8 +224,10 @@ class DecodeEngine:
 
     def _turn(self) -> None:
         """One plan, if there is anything to do: operations first, so that their answers don't wait for the forward pass."""
-        plan = self._reservations.take_operations()
         rows = self._ahead.next_rows(self._running.values())
+        started_s = self._clock()
+        admissions = self._take_admissions()
+        plan = self._reservations.take_operations()
         for row in rows:
             sequence = row.sequence
             token = 0 if row.follows else sequence.next_token
@@ -208,6 +236,11 @@ class DecodeEngine:
             plan.sampled = not is_greedy(rows)
         if plan.ByteSize():
             self._carry_out(plan)
+        took_s = self._clock() - started_s
+        if admissions:
+            self._pace.took(admissions, took_s)
+        if rows and (admissions or wants_reply(plan)):
+            self._metrics.operated(took_s)
         if rows:
             if not self._ahead.num_under_way:
                 self._step_began_s = self._clock()
@@ -232,11 +265,11 @@ class DecodeEngine:
         for sequence in outcome.admitted:
             sequence.admitted_s = started_s
             self._running[sequence.internal_id] = sequence
-        if plan.rows:
-            self._metrics.operated(self._clock() - started_s)
 
     def _finish_step(self) -> None:
+        asked_s = self._clock()
         choices = self._executor.finish()
+        self._pace.waited(self._clock() - asked_s)
         rows = self._ahead.finished()
         self._advance(rows, choices)
         over, self._ended = self._ended, []

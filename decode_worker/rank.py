@@ -16,6 +16,7 @@ from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
 from common.tracing import Tracing, make_tracing
 from decode_worker import commands as cmd
+from decode_worker.admission_pace import AdmissionPace
 from decode_worker.engine import DecodeEngine, ModelFacts
 from decode_worker.executor import DecodeExecutor
 from decode_worker.follower import follow
@@ -39,11 +40,12 @@ _GRACE_S = 0.2
 
 
 class DecodeRank:
-    """`build` makes the forward pass; tests hand in another."""
+    """`build` makes the forward pass; tests hand in another, and benchmarks another `pace`."""
 
-    def __init__(self, spec: RankSpec, build: BuildModel = build_model):
+    def __init__(self, spec: RankSpec, build: BuildModel = build_model, pace: AdmissionPace | None = None):
         self.spec = spec
         self._build = build
+        self._pace = pace or AdmissionPace()
         self._life = RankLife()
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._service: DecodeService | None = None
@@ -168,6 +170,7 @@ class DecodeRank:
             lambda step, outputs, load: self._serving().publish(step, outputs, load),
             metrics,
             tracing=tracing,
+            pace=self._pace,
         )
 
     def _reservation_template(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 
 from common.auth import sign
 from common.errors import Corrupted, KVTransferError, LayoutMismatch, RemoteError, ServingError, TransferGivenUp
@@ -72,11 +73,20 @@ class Reservations:
         self._open: dict[int, _Open] = {}
         self._granting: dict[int, Future] = {}  # who waits for a grant of the next plan
         self._plan = plan_pb2.DecodePlan()  # operations to come
+        self._unasked: dict[int, None] = {}  # commits that no rank has been asked about, oldest first
         self._outcome = Outcome()
 
     @property
     def has_operations(self) -> bool:
-        return self._plan.ByteSize() > 0
+        return self._plan.ByteSize() > 0 or bool(self._unasked)
+
+    def ask(self, limit: int) -> int:
+        """Has the next plan ask all ranks what has arrived, for that many of the oldest commits. Returns: for how many"""
+        asked = list(islice(self._unasked, limit))
+        for transfer_id in asked:
+            del self._unasked[transfer_id]
+        self._plan.verifies.extend(asked)
+        return len(asked)
 
     def take_operations(self) -> plan_pb2.DecodePlan:
         """The plan made of all operations so far; they are the engine's to run now."""
@@ -143,18 +153,22 @@ class Reservations:
         elif self._ledger.begin_commit(command.request, now_s):
             entry = self._open[transfer_id]
             entry.committing, entry.waiting = command.request, [command.done]
-            self._plan.verifies.append(transfer_id)
+            self._unasked[transfer_id] = None
         else:
             answer(command.done, None)
 
     def abandon(self, transfer_id: int) -> None:
         self._carry_out(self._ledger.abandon(transfer_id))
+        if transfer_id in self._unasked:
+            self._give_up(transfer_id)
 
     def abort(self, internal_id: str, now_s: float) -> bool:
         """Returns: whether there is such a reservation"""
-        is_here = any(entry.sequence.internal_id == internal_id for entry in self._open.values())
+        transfer_id = self._ledger.find(internal_id)
         self._carry_out(self._ledger.abort(internal_id, now_s))
-        return is_here
+        if transfer_id in self._unasked:
+            self._give_up(transfer_id)
+        return transfer_id is not None
 
     def writer_stopped(self, transfer_id: int) -> None:
         self._carry_out(self._ledger.confirm_stopped(transfer_id))
@@ -178,21 +192,21 @@ class Reservations:
         for grant in plan.grants:
             self._granted(grant.transfer_id, failures.get(grant.transfer_id))
         unverified = {transfer_id for reply in replies for transfer_id in reply.unverified}
+        results: dict[int, list[plan_pb2.VerifyResult]] = {transfer_id: [] for transfer_id in plan.verifies}
+        for reply in replies:
+            for result in reply.verified:
+                results[result.transfer_id].append(result)
         for transfer_id in plan.verifies:
             if transfer_id in unverified and transfer_id not in failures:
                 self._plan.verifies.append(transfer_id)
                 continue
-            results = [result for reply in replies for result in reply.verified if result.transfer_id == transfer_id]
-            self._verified(transfer_id, results, failures.get(transfer_id))
+            self._verified(transfer_id, results[transfer_id], failures.get(transfer_id))
         outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
     def _granted(self, transfer_id: int, failure: plan_pb2.Failure | None) -> None:
-        """A reservation that was given up before its grant was even in place is not told to anybody."""
         done = self._granting.pop(transfer_id)
-        if self._scheduler.place(transfer_id) is not Place.RESERVED:
-            refuse(done, TransferGivenUp("the reservation was given up"))
-        elif failure is not None:
+        if failure is not None:
             refuse(done, RemoteError(failure.status, failure.message))
             self.abandon(transfer_id)  # nobody was told of it, so nobody writes
         else:
@@ -201,7 +215,15 @@ class Reservations:
 
     def _verified(self, transfer_id: int, results: list[plan_pb2.VerifyResult], failure: plan_pb2.Failure | None) -> None:
         entry = self._open[transfer_id]
-        error = RemoteError(failure.status, failure.message) if failure else _difference(entry.committing, results)
+        self._end_commit(transfer_id, RemoteError(failure.status, failure.message) if failure else _difference(entry.committing, results))
+
+    def _give_up(self, transfer_id: int) -> None:
+        """Its request was ended before any rank was asked what has arrived: nobody needs to be."""
+        del self._unasked[transfer_id]
+        self._end_commit(transfer_id, None)
+
+    def _end_commit(self, transfer_id: int, error: ServingError | None) -> None:
+        entry = self._open[transfer_id]
         actions = self._ledger.end_commit(transfer_id, error)
         admitted = any(isinstance(action, AdmitSequence) for action in actions)
         self._carry_out(actions)
@@ -212,7 +234,8 @@ class Reservations:
                 refuse(done, error or TransferGivenUp("the request was ended while its KV was being checked"))
 
     def _carry_out(self, actions: list[Action]) -> None:
-        sequences = {entry.sequence.internal_id: entry.sequence for entry in self._open.values()} if actions else {}
+        is_failing = any(isinstance(action, FailRequest) for action in actions)  # blocks may be released, and forgotten, before it
+        sequences = {entry.sequence.internal_id: entry.sequence for entry in self._open.values()} if is_failing else {}
         for action in actions:
             match action:
                 case FenceWriter(transfer_id, _):

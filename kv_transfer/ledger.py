@@ -102,6 +102,10 @@ class TransferLedger:
         """Reserved and neither committed nor freed."""
         return len(self._open)
 
+    def find(self, internal_id: str) -> int | None:
+        """Returns: the open transfer of a request"""
+        return self._by_request.get(internal_id)
+
     def state(self, transfer_id: int) -> TransferState:
         """Returns: FREE also for ids that never were"""
         if transfer_id in self._committed:
