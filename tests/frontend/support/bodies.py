@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import http.client
 import json
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from tests.frontend.support.fake_router import Script
 from tests.frontend.support.stack import running_stack
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "http_bodies.json"
+BATCH = 1000  # a new search after that many: one search remembers all it tried, and gets slower with it
+TELL_S = 10.0
 NUM_GOOD = 4
 TEXT = " A good stream, 東京 🍎." * 4
 CHAT = "/v1/chat/completions"
@@ -128,9 +131,10 @@ def _break(body: bytes, at: int, raw: bytes) -> bytes:
 
 @dataclass
 class Run:
-    """What came back. `bad_streams`: of the good ones, how many were not whole."""
+    """What came back. `distinct`: digests of the bodies with their paths; `bad_streams`: of the good ones, how many were not whole."""
 
     statuses: Counter[int] = field(default_factory=Counter)
+    distinct: set[bytes] = field(default_factory=set)
     server_errors: list[str] = field(default_factory=list)
     good_streams: int = 0
     bad_streams: int = 0
@@ -186,33 +190,39 @@ def frontend_in_thread() -> Iterator[int]:
         thread.join()
 
 
-def run(bodies: int, seed_: int = 1) -> Run:
-    """Sends that many bodies."""
+def run(bodies: int, seed_: int = 1, tell: Callable[[Run], None] = lambda so_far: None) -> Run:
+    """Sends that many bodies; `tell` hears after each."""
     result, is_over = Run(), threading.Event()
     with frontend_in_thread() as port:
         good = [threading.Thread(target=_stream_until, args=(port, is_over, result)) for _ in range(NUM_GOOD)]
         for thread in good:
             thread.start()
         sender = Sender(port)
-        document = sender.get_json("/openapi.json")
+        requests = requests_of(sender.get_json("/openapi.json"))
 
-        @seed(seed_)
-        @settings(max_examples=bodies, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-        @given(requests_of(document))
         def send(request: tuple[str, bytes]) -> None:
-            status, answer = sender.post(*request)
+            path, body = request
+            status, answer = sender.post(path, body)
             result.statuses[status] += 1
+            result.distinct.add(hashlib.blake2b(path.encode() + body, digest_size=16).digest())
             if status >= 500:
                 result.server_errors.append(f"{request}: {answer[:300]!r}")
+            tell(result)
 
         try:
-            send()
+            for number, first in enumerate(range(0, bodies, BATCH)):
+                _search(send, requests, min(BATCH, bodies - first), seed_ + number)
         finally:
             sender.close()
             is_over.set()
             for thread in good:
                 thread.join()
     return result
+
+
+def _search(send: Callable[[tuple[str, bytes]], None], requests: st.SearchStrategy[tuple[str, bytes]], count: int, seed_: int) -> None:
+    options = settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    seed(seed_)(options(given(requests)(lambda request: send(request))))()
 
 
 def _stream_until(port: int, is_over: threading.Event, result: Run) -> None:
@@ -234,15 +244,32 @@ def _content_of(stream: bytes) -> str | None:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
+def _teller(bodies: int) -> Callable[[Run], None]:
+    """Says on stderr how far the run is and how long the rest takes at this pace."""
+    began = told = time.monotonic()
+
+    def tell(so_far: Run) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= TELL_S:
+            told, sent = now, sum(so_far.statuses.values())
+            rate = sent / (now - began)
+            words = f"{sent} of {bodies} bodies, {len(so_far.distinct)} distinct, {rate:.1f}/s, {(bodies - sent) / rate:.0f} s left"
+            sys.stderr.write(f"{words}; {len(so_far.server_errors)} server errors, {so_far.bad_streams} streams harmed\n")
+
+    return tell
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--bodies", type=int, default=50_000)
     options.add_argument("--seed", type=int, default=1)
     chosen = options.parse_args()
     started = time.monotonic()
-    result = run(chosen.bodies, chosen.seed)
+    result = run(chosen.bodies, chosen.seed, _teller(chosen.bodies))
     record = {
         "bodies": sum(result.statuses.values()),
+        "distinct": len(result.distinct),
         "seed": chosen.seed,
         "seconds": round(time.monotonic() - started, 1),
         "statuses": {str(status): count for status, count in sorted(result.statuses.items())},
