@@ -17,6 +17,7 @@ from typing import Protocol
 import ray
 
 from common.errors import ConfigError
+from common.heap import return_freed_memory
 from common.process import identity
 from common.proto import types_pb2
 from common.rank_spec import RankSpec
@@ -50,6 +51,7 @@ class RankActor:
 
     def __init__(self):
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        return_freed_memory()
         self._rank: Rank | None = None
         self._found: Found | None = None
         self._terminated = threading.Event()

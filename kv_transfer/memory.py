@@ -25,6 +25,12 @@ from common.proto import types_pb2
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 
 
+def private_memory(nbytes: int) -> memoryview:
+    """Zeroed memory of this process alone, which goes back to the system once nothing refers to it. For large buffers of threads that come
+    and go: of what they free, the C library's heap keeps a share for each of the heaps that such threads were given."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 class SharedBuffer:
     """One mapped memory file. `create` it or `attach` to one; it lives until the object and every tensor made from it are gone."""
 

@@ -98,8 +98,9 @@ class ShmLink:
         del self._view, self._buffer, self._scratch
 
     def probe(self, deadline: Deadline) -> int:
-        self._scratch.copy_(torch.ones_like(self._scratch))
-        return len(self._scratch)
+        half = len(self._scratch) // 2
+        self._scratch[:half].copy_(self._scratch[half : 2 * half])
+        return half
 
 
 def copy_rows(target: np.ndarray, target_ids: np.ndarray, source: np.ndarray, source_ids: np.ndarray) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from common.errors import KVTransferError
 from common.keyring import Key
 from kv_transfer.grants import GrantTable, Received
+from kv_transfer.memory import private_memory
 from kv_transfer.transports import tcp_wire as wire
 from kv_transfer.transports.sockets import wait_in_kernel
 from kv_transfer.transports.tcp_wire import MalformedMessage, PushHeader, Status
@@ -106,7 +107,7 @@ class TcpServer:
         return session
 
     def _serve_messages(self, sock: socket.socket, session: bytes) -> None:
-        staging = memoryview(bytearray(self._max_payload_bytes))
+        staging = private_memory(self._max_payload_bytes)
         sequence = 0
         while True:
             sequence += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -357,6 +359,28 @@ def test_a_connection_that_stalls_within_a_message_does_not_delay_a_revoke(recei
     client.sock.sendall(data[-1:])
     assert wire.decode_reply(client.session, client.read(48), 1) is Status.UNKNOWN_TRANSFER
     assert is_untouched(receiver)
+
+
+def test_buffers_of_closed_connections_are_given_back_to_the_system(receiver: Receiver) -> None:
+    def anonymous_bytes() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    def num_threads() -> int:
+        return sum(thread.name.startswith("kv-tcp-127.0.0.1") for thread in threading.enumerate())
+
+    kept = []
+    for _ in range(3):  # heaps learn to keep such blocks once one of them was freed
+        clients = [Client(receiver).joined() for _ in range(12)]
+        assert all(client.push(GOOD, 1) is Status.OK for client in clients)
+        for client in clients:
+            client.close()
+        deadline = time.monotonic() + within(10)
+        while num_threads():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        kept.append(anonymous_bytes())
+    assert kept[-1] - kept[0] < 2 * wire.MAX_PAYLOAD_BYTES
 
 
 def test_after_close_nobody_is_let_in(receiver: Receiver) -> None:
