@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from cluster.cli.app import ConfigOption, NameOption, RouterOption, SetOption, app, err, out, read_config
 from common.errors import ConfigError
+from common.heap import keep_what_is_there, return_freed_memory
 
 
 @app.command()
@@ -44,16 +44,20 @@ def router(
     ready_file: Annotated[Path | None, typer.Option(help="Written with the address once requests are served.")] = None,
 ) -> None:
     """Run a router in this process until SIGTERM. `tandem up` starts one; run more beside it for availability."""
+    import uvloop
+
     from cluster.router.main import serve
     from common.logs import configure_logging
 
     configure_logging(role="router")
+    return_freed_memory()
 
     def ready(address: str) -> None:
+        keep_what_is_there()
         if ready_file is not None:
             write_whole(ready_file, address)
 
-    asyncio.run(serve(read_config(config, set_), controller, ready))
+    uvloop.run(serve(read_config(config, set_), controller, ready))
 
 
 @app.command()

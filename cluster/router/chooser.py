@@ -13,7 +13,7 @@ from cluster.profile import Profile
 from cluster.router.board import Board
 from cluster.router.choice import Aim, Decision, choose
 from cluster.router.pool import PoolSet
-from common.errors import WorkerLost
+from common.errors import OverloadedError, WorkerLost
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,26 @@ class Chooser:
 
     def aim_of(self, latency_weight: float | None, ttft_slo_ms: float | None, itl_slo_ms: float | None) -> Aim:
         return Aim(self._objective.latency_weight if latency_weight is None else latency_weight, ttft_slo_ms, itl_slo_ms)
+
+    def check_room(self, prompt_tokens: int, priority: int, now_s: float) -> None:
+        """Says no to what `plan` would say no to since all queues are full, at a fraction of the cost: refusals come in floods.
+
+        Raises: OverloadedError with the time after which a place is likely
+        """
+        refusals: dict[str, float] = {}
+        for pool in self._pools.prefill.values():
+            if not pool.is_open or not pool.order or prompt_tokens > pool.spec.longest_tokens:
+                continue
+            if not pool.queue:
+                return  # whether it can take the request only `plan` says
+            wait_ms = pool.wait_ms(pool.order, now_s, priority)
+            refusal = pool.queue.refusal(prompt_tokens, wait_ms)
+            if not refusal:
+                return
+            refusals[f"{pool.spec.name}: {refusal}"] = pool.queue.retry_after_s(wait_ms)
+        if refusals:
+            text = "; ".join(refusals)
+            raise OverloadedError(f"the queues of all pools are full: {text}", retry_after_s=min(refusals.values()))
 
     def plan(
         self, shape: Shape, aim: Aim, now_s: float, priority: int = 0, number: int = 0, avoid: frozenset[int] = frozenset()

@@ -19,7 +19,7 @@ from cluster.router.multiplex import CallContext
 from cluster.router.status import ROUTE_KEY, RequestAborted, abort
 from cluster.router.streams import ClientStream
 from cluster.router.trace import CallTrace
-from common.errors import DeadlineError, ServingError, WorkerLost
+from common.errors import DeadlineError, OverloadedError, ServingError, WorkerLost
 from common.proto import types_pb2
 from common.requests import ModelLimits, Request, parse_request, sampling_to_proto
 from common.tracing import Tracing
@@ -98,7 +98,8 @@ class Generator:
             raise
         self.metrics.ended_badly(error)
         trace.end(error)
-        logger.info("failed %s: %s", error.grpc_status, error)
+        is_turned_away = isinstance(error, OverloadedError) and not trace.jobs  # before anything was done: these come in floods
+        logger.log(logging.DEBUG if is_turned_away else logging.INFO, "failed %s: %s", error.grpc_status, error)
         await abort(context, error)
 
     async def _serve(self, data: bytes, context: grpc.aio.ServicerContext | CallContext, trace: CallTrace) -> types_pb2.FinishReason:
@@ -107,6 +108,7 @@ class Generator:
         if self.is_draining:
             raise WorkerLost("this router is draining and takes no new request")
         request = parse_request(data, self._limits())
+        self._dispatcher.chooser.check_room(len(request.prompt_ids), request.priority, arrived_s)
         remaining_s = context.time_remaining()
         deadline_s = arrived_s + (self._default_deadline_s if remaining_s is None else remaining_s)
         stream = ClientStream(request.label, self._stream_buffer_tokens)

@@ -25,7 +25,6 @@ from cluster.router.server import RouterServer, RouterServicer, ServerFacts
 from cluster.specs import security_of, tracing_of
 from common.config import Config, PoolNode
 from common.errors import ConfigError
-from common.heap import return_freed_memory
 from common.metrics_server import MetricsServer, own_host
 from common.proto import types_pb2
 from common.requests import ModelLimits
@@ -66,7 +65,6 @@ class Router:
 
 async def serve(config: Config, controller_address: str, ready: Callable[[str], None]) -> None:
     """Runs until SIGTERM or SIGINT, then drains. `ready` gets host:port as soon as it listens; health says when it can serve."""
-    return_freed_memory()
     wire = Wire(security_of(config))
     tracing = make_tracing(tracing_of(config), "router")
     router = build_router(config, wire, tracing)
