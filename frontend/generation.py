@@ -1,7 +1,7 @@
 """Runs one request against the router and turns its responses into updates of choices.
 
 Owns the request's way from a rendered prompt to its last event, and what is known of it at the end (usage, route). HTTP
-is `frontend.http`'s. Rendering runs in threads: the encoder releases the GIL, so the event loop stays free.
+is `frontend.http`'s. Rendering of large bodies runs in threads: the encoder releases the GIL, so the event loop stays free.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from frontend.metrics import FrontendMetrics
 from frontend.router_client import RouterClient
 from frontend.router_link import RouterStream
 from frontend.trace import TRACEPARENT
+
+SMALL_BODY_BYTES = 4096  # rendered in a millisecond or so, whatever they hold
 
 _T = TypeVar("_T")
 
@@ -170,10 +172,13 @@ class Generator:
         self.metrics = metrics
         self._threads = ThreadPoolExecutor(encoder_threads, thread_name_prefix="encode")
 
-    async def encode(self, work: Callable[[], _T]) -> _T:
-        """Runs CPU-bound rendering or encoding in a thread. Raises what `work` raises."""
+    async def encode(self, work: Callable[[], _T], body_bytes: int) -> _T:
+        """Runs CPU-bound rendering or encoding of a body; of a large one in a thread. A small one takes less than a thread waits for its
+        turn while the loop is busy, and does not wait for large ones. Raises what `work` raises."""
         started = time.monotonic()
         try:
+            if body_bytes <= SMALL_BODY_BYTES:
+                return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self.metrics.render.observe(time.monotonic() - started)

@@ -65,7 +65,7 @@ class ChatServicer(chat_pb2_grpc.ChatServicer):
         async with contextlib.AsyncExitStack() as running:
             service.admit(running, caller)
             date = service.current_date()
-            prompt = await generator.encode(lambda: generator.chat_format.render(chat_input(request, date)))
+            prompt = await generator.encode(lambda: generator.chat_format.render(chat_input(request, date)), request.ByteSize())
             priority = caller.priority_for(request.priority if request.HasField("priority") else None)
             stops = generator.chat_format.stop_token_ids
             router = router_request(request, prompt.token_ids, stops, request_id=label, priority=priority)

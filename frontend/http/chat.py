@@ -53,7 +53,7 @@ async def start_chat(service: Service, call: Call, request: ChatRequest) -> Gene
     """Renders the conversation and makes the generation, not yet running. Raises: InvalidRequestError."""
     generator = service.generator
     date = service.current_date()
-    prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
+    prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)), len(call.body))
     router = router_request(
         request,
         prompt.token_ids,

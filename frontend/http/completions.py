@@ -88,7 +88,7 @@ async def completions(service: Service, call: Call) -> Response:
     request = await service.parse(CompletionRequest, call.body)
     model = await service.model_name(request.model)
     generations = [
-        _start(service, call, request, await _encode(service, prompt, number)) for number, prompt in enumerate(request.prompts())
+        _start(service, call, request, await _encode(service, call, prompt, number)) for number, prompt in enumerate(request.prompts())
     ]
     identity = {"id": new_id("cmpl-"), "object": "text_completion", "created": call.created, "model": model}
     if request.stream:
@@ -105,11 +105,11 @@ async def completions(service: Service, call: Call) -> Response:
     return JSONResponse(body, headers=route_headers(generations[0].outcome))
 
 
-async def _encode(service: Service, prompt: str | list[int], number: int) -> list[int]:
+async def _encode(service: Service, call: Call, prompt: str | list[int], number: int) -> list[int]:
     if isinstance(prompt, list):
         return prompt
     encode = service.generator.chat_format.encode_text
-    ids = await service.generator.encode(functools.partial(encode, prompt, field="prompt"))
+    ids = await service.generator.encode(functools.partial(encode, prompt, field="prompt"), len(call.body))
     if not ids:
         raise InvalidRequestError("prompt", f"prompt {number} is empty")
     return ids

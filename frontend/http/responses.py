@@ -43,7 +43,7 @@ async def _start(service: Service, call: Call, request: ResponsesRequest) -> Gen
     generator = service.generator
     date = service.current_date()
     try:
-        prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)))
+        prompt = await generator.encode(lambda: generator.chat_format.render(request.chat_input(date)), len(call.body))
     except InvalidRequestError as exc:
         field = request.field_of(exc.field)
         raise InvalidRequestError(field, exc.message.removeprefix(f"{exc.field}: ")) from exc

@@ -78,7 +78,7 @@ class Service:
         """The checked request; a large body is read in a thread, so that the loop goes on. Raises: as `RequestModel.parse`."""
         if len(body) <= _LARGE_BODY_BYTES:
             return model.parse(body)
-        return await self.generator.encode(functools.partial(model.parse, body))
+        return await self.generator.encode(functools.partial(model.parse, body), len(body))
 
     async def model_name(self, wanted: str | None = None) -> str:
         """The name to answer with. Raises: HttpError 404 if `wanted` is not served here."""

@@ -113,7 +113,7 @@ async def test_encoding_never_holds_the_loop(start, ids_of, hostile: str):
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0.05)
     pauses.clear()
-    await asyncio.gather(*(stack.service.generator.encode(lambda: render(hostile, field="prompt")) for _ in range(3)))
+    await asyncio.gather(*(stack.service.generator.encode(lambda: render(hostile, field="prompt"), len(hostile)) for _ in range(3)))
     watching.cancel()
     assert sorted(pauses)[-2] < 0.25, "a busy machine may stretch a pause; an encoder that holds the GIL takes seconds"
     assert (await normal).text.endswith("[DONE]\n\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from frontend.server import settle_memory
 from tests.frontend.support.fake_router import Script
+from tests.support.pace import within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
@@ -85,3 +87,15 @@ async def test_no_body_holds_the_loop(start, ids_of, name: str):
     assert all(status in (200, 400) for status in statuses), statuses
     assert max(held) < LIMIT_S
     assert (await normal).text.endswith("[DONE]\n\n")
+
+
+async def test_small_requests_do_not_wait_for_the_rendering_of_large_ones(start, ids_of):
+    stack = await start(Script(ids_of("<|channel|>final<|message|>yes<|return|>")))
+    is_over = threading.Event()
+    large = [asyncio.create_task(stack.service.generator.encode(is_over.wait, 1 << 20)) for _ in range(8)]  # more than there are threads
+    try:
+        answer = await asyncio.wait_for(stack.http.post(CHAT, content=asked("hi")), within(5.0))
+        assert answer.json()["choices"][0]["message"]["content"] == "yes"
+    finally:
+        is_over.set()
+    assert await asyncio.gather(*large) == [True] * 8
