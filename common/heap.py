@@ -6,6 +6,7 @@ import ctypes
 import gc
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_GC_THRESHOLDS = (10_000, 20, 50)  # thousands of open streams are many live objects: the defaults would traverse them all the time
 TRIM_BYTES = 256 << 10
 OWN_MAPPING_BYTES = 1 << 20
 
@@ -22,8 +23,9 @@ def return_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
 
 
-def keep_what_is_there() -> None:
-    """What has been made so far (modules, classes, protocols) stays: the collector looks at it no more. A full collection, which stops
-    everything, takes tens of ms otherwise. To be called when the process is ready to serve."""
+def settle_memory() -> None:
+    """What lives as long as the process (modules, protocols, a vocabulary) is never traversed by the collector again: no pauses for it.
+    To be called when the process is about to serve."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)

@@ -7,7 +7,6 @@ that their client gets. Called by whoever starts a frontend (a CLI, a benchmark)
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from types import FrameType
 import uvicorn
 
 from common.errors import ConfigError
+from common.heap import settle_memory
 from common.tls import HttpTls
 from frontend.chat_format import ChatFormat
 from frontend.http.app import FrontendApp, build_app
@@ -24,7 +24,6 @@ from frontend.http.service import Service
 from frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
-_GC_THRESHOLDS = (10_000, 20, 50)  # thousands of open streams are many live objects: the defaults would traverse them all the time
 _CLOSE_S = 5.0  # for connections, after their replies were ended
 
 
@@ -69,13 +68,6 @@ class FrontendServer(uvicorn.Server):
             logger.info("draining: running replies may go on for %.0f s", self._settings.drain_s)
             service.drain()
             asyncio.get_running_loop().call_later(self._settings.drain_s, service.end_running)
-
-
-def settle_memory() -> None:
-    """What lives as long as the process (modules, the vocabulary) is never traversed by the collector again: no pauses for it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 async def _follow(https: HttpTls) -> None:

@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from cluster.cli.app import ConfigOption, NameOption, RouterOption, SetOption, app, err, out, read_config
 from common.errors import ConfigError
-from common.heap import keep_what_is_there, return_freed_memory
+from common.heap import return_freed_memory, settle_memory
 
 
 @app.command()
@@ -53,7 +53,7 @@ def router(
     return_freed_memory()
 
     def ready(address: str) -> None:
-        keep_what_is_there()
+        settle_memory()
         if ready_file is not None:
             write_whole(ready_file, address)
 

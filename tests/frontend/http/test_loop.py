@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from frontend.server import settle_memory
+from common.heap import settle_memory
 from tests.frontend.support.fake_router import Script
 from tests.support.pace import within
 
