@@ -20,13 +20,15 @@ from tests.support.faults.plan import FaultSettings, counts_of
 from tests.support.router_bed import until
 
 AT_ONCE = 64
+REQUESTS_PER_FAULT = 100
 LONGEST_S = 300.0
 TELL_S = 10.0
 RECOVERY_S = 10.0  # after a fault, while requests may still fail of it: a silent group is given up after 8 s
 
 
 def run_kill(folder: Path, size: int, seed: int) -> Result:
-    """One kill or stop per 100 requests, of any rank of a group that another can stand in for, at any instant."""
+    """One kill or stop per `REQUESTS_PER_FAULT` requests, of any rank of a group that another can stand in for, at any instant. Where
+    groups come back slower than that, requests go on until all faults have been."""
     with fault_bed(folder, fault_config(folder), FaultSettings(str(folder), seed)) as bed:
         return asyncio.run(_kill(bed, size, seed))
 
@@ -42,7 +44,7 @@ async def _kill(bed: FaultBed, size: int, seed: int) -> Result:
 
     async def storm() -> None:
         """Paced by the work done, so that a slow machine's requests are not hit more often; each role keeps one group that serves."""
-        for goal in itertools.count(100, 100):
+        for goal in itertools.count(REQUESTS_PER_FAULT, REQUESTS_PER_FAULT):
             await until(lambda goal=goal: sum(bool(r.ends) for r in bed.oracle.records) >= goal, LONGEST_S)
             group = rng.choice(await bed.until_spare(LONGEST_S))
             await asyncio.sleep(rng.uniform(0, 0.3))
@@ -57,7 +59,11 @@ async def _kill(bed: FaultBed, size: int, seed: int) -> Result:
     async with following(bed):
         await bed.until_whole()
         storming = asyncio.create_task(storm())
-        await clients.closed_loop(size, AT_ONCE)
+
+        def is_over() -> bool:
+            return storming.done() or (len(bed.oracle.records) >= size and len(bed.oracle.faults) >= size // REQUESTS_PER_FAULT)
+
+        await clients.until(is_over, AT_ONCE)
         storming.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await storming

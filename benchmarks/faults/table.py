@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- fault runs: begin -->\n", "<!-- fault runs: end -->\n"
-UNITS = {"_s": " s", "_ms": " ms", "_percent": " %", "_mb": " MB"}
+UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_percent": " %", "_mb": " MB"}
 LEFT_OUT = {"size", "took_s", "load_average", "missed", "faults", "errors", "ends", "requests", "double", "p50_s", "p99_s"}
 
 
