@@ -27,6 +27,8 @@ from model.trained_fixture import PACKED, read_packed, write_trained_fixture
 from model.weights import WeightFormat, load_shard
 
 BLOCK_SIZE, BLOCKS, STEPS, MAX_BATCH = 16, 160, 16, 4
+# FP8 rows cost this model's logits 0.037 standard deviations (accuracy.py, an H200), so a difference of two of them 0.05: five times that.
+MOST_BELOW: dict[str, float] = {"mxfp4": 0.1, "fp8": 0.25}
 PROMPTS = (140, 20, 127, 131, 64)
 
 
@@ -73,7 +75,7 @@ def check_served(device: str = "cuda", group: ParallelGroup | None = None, weigh
         )  # fmt: skip
         built = build_model(spec, group)
         plain = plain_forward(path, built.config)
-    return follow_plain(plain, built, group, device)
+    return follow_plain(plain, built, group, device, most=MOST_BELOW[weights])
 
 
 def plain_forward(path: Path, config: ModelConfig) -> GptOss:
@@ -83,11 +85,19 @@ def plain_forward(path: Path, config: ModelConfig) -> GptOss:
 
 
 def follow_plain(
-    plain: GptOss, built: BuiltModel, group: ParallelGroup, device: str, *, prompts: tuple[int, ...] = PROMPTS, steps: int = STEPS
+    plain: GptOss,
+    built: BuiltModel,
+    group: ParallelGroup,
+    device: str,
+    *,
+    prompts: tuple[int, ...] = PROMPTS,
+    steps: int = STEPS,
+    most: float = 0.1,
 ) -> str:
     """As `check_served`, of a model that is built already.
 
-    Units: prompts: their lengths [tokens]; steps: tokens of each sequence
+    Units: prompts: their lengths [tokens]; steps: tokens of each sequence; most: how far below the plain forward's likeliest token one may
+        be [standard deviations of its logits]
     """
     config, size, rank = built.config, group.size, group.rank
     host = KVCache(config.kv_geometry(BLOCK_SIZE, "float32"), 1, 0, BLOCKS, BLOCKS, "cpu")
@@ -128,5 +138,5 @@ def follow_plain(
         done += [sequence for sequence in running if sequence.state.num_output == steps]
         running = [sequence for sequence in running if sequence.state.num_output < steps]
     worst = max(error for sequence in done for error in sequence.errors)
-    assert worst < 0.1, f"a token lies {worst:.3f} standard deviations below the plain forward's best"
+    assert worst < most, f"a token lies {worst:.3f} standard deviations below the plain forward's best"
     return f"{agreed} of {picked} greedy tokens are the plain forward's, the worst {worst:.1e} standard deviations below its best"
