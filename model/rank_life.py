@@ -6,6 +6,7 @@ started it starts another.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -34,7 +35,13 @@ class RankLife:
         self._reason = ""
 
     def start(self, loop: Callable[[], None], clean_up: Callable[[], None]) -> None:
-        """Runs `loop` in a thread of its own until it returns (a wanted end) or raises; `clean_up` follows in both cases."""
+        """Runs `loop` in a thread of its own until it returns (a wanted end) or raises; `clean_up` follows in both cases.
+
+        Effects: what the process holds by now is not traversed by the garbage collector any more: it would take some 90 ms, in the
+            middle of a step
+        """
+        gc.collect()
+        gc.freeze()
         self.doing = ""
         threading.Thread(target=self._run, args=(loop, clean_up), name="engine", daemon=True).start()
 
