@@ -16,7 +16,6 @@ from common.rank_spec import RankSpec
 from common.token_bytes import TokenBytes
 from common.tracing import Tracing, make_tracing
 from decode_worker import commands as cmd
-from decode_worker.admission_pace import AdmissionPace
 from decode_worker.engine import DecodeEngine, ModelFacts
 from decode_worker.executor import DecodeExecutor
 from decode_worker.follower import follow
@@ -40,12 +39,11 @@ _GRACE_S = 0.2
 
 
 class DecodeRank:
-    """`build` makes the forward pass; tests hand in another, and benchmarks another `pace`."""
+    """`build` makes the forward pass; tests hand in another."""
 
-    def __init__(self, spec: RankSpec, build: BuildModel = build_model, pace: AdmissionPace | None = None):
+    def __init__(self, spec: RankSpec, build: BuildModel = build_model):
         self.spec = spec
         self._build = build
-        self._pace = pace or AdmissionPace()
         self._life = RankLife()
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._service: DecodeService | None = None
@@ -170,7 +168,6 @@ class DecodeRank:
             lambda step, outputs, load: self._serving().publish(step, outputs, load),
             metrics,
             tracing=tracing,
-            pace=self._pace,
         )
 
     def _reservation_template(
