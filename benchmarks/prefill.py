@@ -60,7 +60,7 @@ BREAKDOWN = (
     (r"_permute_rows", "permute_rows", 1.5),
     (r"_quantize_rows", "quantize_rows", 0.9),
     (r"_choose", "router choice", 0.4),
-    (r"nvjet|gemm|cutlass.*Kernel", "router gemm and logits", 1.5),
+    (r"nvjet|gemm|cutlass.*Kernel", "bf16 products: QKV, output, router, logits", 22.0),
 )
 
 
@@ -145,7 +145,6 @@ class Variant:
     name: str
     contiguous: bool = True
     graph: bool = False
-    pdl: bool = False
     predicted: str = ""
 
 
@@ -153,12 +152,8 @@ BASE = Variant("as served")
 AB_8192 = (
     Variant("keys from the pool", contiguous=False, predicted="+6 ms"),
     Variant("one CUDA graph", graph=True, predicted="-2 ms"),
-    Variant("DeepGEMM's programmatic launch switched over", pdl=True, predicted="-0.5 ms"),
 )
-AB_1024 = (
-    Variant("keys from the pool", graph=True, contiguous=False, predicted="+3 ms"),
-    Variant("DeepGEMM's programmatic launch switched over", graph=True, pdl=True, predicted="-0.4 ms"),
-)
+AB_1024 = (Variant("keys from the pool", graph=True, contiguous=False, predicted="+3 ms"),)
 
 
 def time_model(report: Report, model: str, lengths: list[int], unique_layers: int | None, commit: str, projections: str) -> None:
@@ -191,39 +186,30 @@ def _time_length(
     variant: Variant,
     projections: str,
 ) -> None:
-    import deep_gemm
-
-    usual_pdl = deep_gemm.get_pdl() if variant.pdl else False
     config = prefill.config
     prompts = [random_prompt(config, tokens, seed)[0] for seed in range(RUNS + 2)]
     kv = make_cache(config, -(-tokens // BLOCK_SIZE), "cuda")
     prefill.logit_offset = uniform_logits(config, tokens, "cuda", 2)
     served = variant.name == BASE.name
-    if variant.pdl:
-        deep_gemm.set_pdl(not usual_pdl)
-    try:
-        graph = None
-        if variant.graph:
-            with torch.no_grad():
-                graph = PrefillGraph(prefill, tokens, prompts[0], kv, max_seq_len=None if variant.contiguous else tokens)
+    graph = None
+    if variant.graph:
+        with torch.no_grad():
+            graph = PrefillGraph(prefill, tokens, prompts[0], kv, max_seq_len=None if variant.contiguous else tokens)
 
-        def run(batch):
-            return graph.forward(batch) if graph else prefill.forward(batch, kv)
+    def run(batch):
+        return graph.forward(batch) if graph else prefill.forward(batch, kv)
 
-        def timed(batch) -> tuple[float, float]:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            logits = run(batch)
-            launched = time.perf_counter()
-            torch.cuda.synchronize()
-            end = time.perf_counter()
-            assert bool(logits.isfinite().all()), "logits are not finite"
-            return (end - start) * 1e3, (launched - start) * 1e3
+    def timed(batch) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        logits = run(batch)
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        assert bool(logits.isfinite().all()), "logits are not finite"
+        return (end - start) * 1e3, (launched - start) * 1e3
 
-        pairs = [timed(batch) for batch in prompts][2:]
-    finally:
-        if variant.pdl:
-            deep_gemm.set_pdl(usual_pdl)
+    pairs = [timed(batch) for batch in prompts][2:]
     times = [ms for ms, _ in pairs]
     median, host = statistics.median(times), statistics.median(ms for _, ms in pairs)
     if not served:
