@@ -51,7 +51,7 @@ BUDGETS_S = {"all in one turn": 1e9, "paced": BUDGET_S}
 KEY = b"key of an admission benchmark"
 STEP_S, RUNNING, NEW_TOKENS = 0.003, 16, 64
 PROMPT_TOKENS = (64, 1500)
-BEFORE_STEPS, LIMIT_S = 100, 20.0
+WARM_STEP, STEP, LIMIT_S = 50, 400, 30.0  # when requests come: once for memory that is touched for the first time, once to be measured
 GEOMETRY = KVGeometry(2, 1, 16, 16, "bfloat16", 128, (True, False))  # small, for a CPU reads all of it; a GPU does so beside its steps
 
 
@@ -96,7 +96,7 @@ class DeviceStep:
 
 
 class Group:
-    """An engine of one rank in a thread of its own; its requests come when their time has come, in step `BEFORE_STEPS`."""
+    """An engine of one rank in a thread of its own."""
 
     def __init__(self, requests: int, budget_s: float):
         places = RUNNING + requests
@@ -110,7 +110,10 @@ class Group:
         self.began_s = self.ended_s = 0.0
         self._left = requests
         rng = np.random.default_rng(1)
-        self._new = [self._request(f"new {i}", int(rng.integers(*PROMPT_TOKENS)), NEW_TOKENS) for i in range(requests)]
+        self._bursts = {
+            at: [self._request(f"{at} {i}", int(rng.integers(*PROMPT_TOKENS)), NEW_TOKENS) for i in range(requests)]
+            for at in (WARM_STEP, STEP)
+        }
         scheduler, metrics = DecodeScheduler(GEOMETRY, full, sliding, places), DecodeMetrics("d")
         template = worker_pb2.Reservation(incarnation=1, layout=types_pb2.Layout(tp=1), kv=geometry_to_proto(GEOMETRY), lease_ms=100_000)
         reservations = Reservations(scheduler, TransferLedger(1), GEOMETRY, template, KEY, lambda *_: None, metrics)
@@ -145,16 +148,16 @@ class Group:
 
     def _runs(self, done: Future, name: str) -> None:
         done.result()
-        self._left -= name.startswith("new")
+        self._left -= name.startswith(f"{STEP} ")
         if not self._left:
             self.ended_s = time.perf_counter()
             self._left = -1
             threading.Timer(0.05, self.commands.put, [cmd.ShutDown()]).start()
 
     def _at_step(self, number: int) -> None:
-        if number == BEFORE_STEPS:
+        if number in self._bursts:
             self.began_s = time.perf_counter()
-            for command in self._new:
+            for command in self._bursts[number]:
                 self.commands.put(command)
 
 
@@ -170,7 +173,7 @@ def measure(requests: int, budget_s: float) -> dict[str, float]:
     gc.freeze()  # as a rank does when its loop starts
     group.run()
     ends, turns = np.array(group.step.ends), np.array(group.pace.turns)
-    before = np.diff(ends[(ends <= group.began_s)][BEFORE_STEPS // 2 :]) * 1e3
+    before = np.diff(ends[(ends <= group.began_s)][-100:]) * 1e3
     gaps = np.diff(ends[(ends > group.began_s - STEP_S) & (ends < group.ended_s + 2 * STEP_S)]) * 1e3
     spent, computed = turns[(turns[:, 0] > group.began_s) & (turns[:, 0] <= group.ended_s + STEP_S), 1:].T * 1e3
     return {

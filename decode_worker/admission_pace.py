@@ -7,7 +7,7 @@ Pure: told by the engine what admissions took. Each counts twice: as the reserva
 from __future__ import annotations
 
 BUDGET_S = 1e-3
-_FIRST_GUESS_S = 0.5e-3
+_FIRST_GUESS_S = 1e-3
 _WEIGHT = 0.25  # of a turn in the estimate, unless it was slower than that: then it is believed at once
 _SHARE_OF_WAIT = 0.5  # leaves room for admissions that cost more than was thought
 

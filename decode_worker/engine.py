@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -159,10 +160,8 @@ class DecodeEngine:
             on_refused()
             cmd.refuse(done, exc)
 
-    def _take_admissions(self) -> int:
-        """As many as this turn may, into the next plan; all there are if no sequence runs. Returns: how many"""
-        is_held_up = self._running or self._ahead.num_under_way
-        limit = self._pace.allowance() if is_held_up else len(self._arrivals) + self._reservations.num_open
+    def _take_admissions(self, limit: int) -> int:
+        """The oldest of them, into the next plan. Returns: how many"""
         taken = self._reservations.ask(limit)
         while self._arrivals and taken < limit:
             command, arrived_s = self._arrivals.pop()
@@ -225,8 +224,9 @@ class DecodeEngine:
     def _turn(self) -> None:
         """One plan, if there is anything to do: operations first, so that their answers don't wait for the forward pass."""
         rows = self._ahead.next_rows(self._running.values())
+        is_waited_for = bool(self._running or self._ahead.num_under_way)
         started_s = self._clock()
-        admissions = self._take_admissions()
+        admissions = self._take_admissions(self._pace.allowance() if is_waited_for else sys.maxsize)
         plan = self._reservations.take_operations()
         for row in rows:
             sequence = row.sequence
@@ -237,7 +237,7 @@ class DecodeEngine:
         if plan.ByteSize():
             self._carry_out(plan)
         took_s = self._clock() - started_s
-        if admissions:
+        if admissions and is_waited_for:  # many in a row cost less each than one now and then
             self._pace.took(admissions, took_s)
         if rows and (admissions or wants_reply(plan)):
             self._metrics.operated(took_s)
