@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from common.errors import ConfigError, ServingError, WorkerLost
 from common.rank_spec import RankSpec
 from common.requests import SamplingParams
 from decode_worker.block_ring import BlockTables
+from decode_worker.run_ahead import RunAhead
 from model.batch import SequenceView, build_decode_batch
 from model.build import build_model
 from model.decode_cuda import CudaDecode, pack_weights
@@ -24,7 +26,7 @@ from model.shards import Mxfp4Matrix
 from model.weights import load_shard
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
-S, BLOCKS, MAX_BATCH = 16, 40, 4
+S, BLOCKS, MAX_BATCH = 16, 64, 4
 
 
 class Bench:
@@ -162,6 +164,64 @@ def test_a_step_launched_ahead_goes_on_with_the_tokens_of_the_one_before(bench):
     assert [c.token_id for c in first] == [c.token_id for c in told]
     told = bench.run(twins[1:])[0]
     assert [c.token_id for c in second] == [c.token_id for c in told]
+
+
+class Decoding:
+    """A sequence as `RunAhead` sees it, with `wanted` tokens to come."""
+
+    def __init__(self, running: Running, wanted: int):
+        self.running, self.wanted, self.tokens = running, wanted, []
+        self.state = running.state
+
+    @property
+    def tokens_left(self) -> int:
+        return self.wanted - len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        return self.running.position + len(self.tokens)
+
+    def view(self, geometry, row) -> SequenceView:
+        token = 0 if row.follows else (self.tokens or [self.running.token])[-1]  # with `follows` the host does not know it yet
+        first, sliding = self.running.tables.sliding_at(geometry, row.position)
+        return SequenceView((token,), row.position, self.running.tables.full, first, sliding)
+
+
+def test_whoever_comes_and_goes_every_sequence_gets_the_tokens_it_has_alone(bench):
+    """Steps one ahead of the host, as a pool serves: sequences join and leave in every order, and some are dropped under way."""
+    lengths, wanted = (40, 15, 130, 33), (3, 1, 4, 2)
+    sequences = [bench.sequence(length) for length in lengths]
+    untouched = bench.caches[0].buffer.clone()
+    expected = []
+    for sequence, count in zip(sequences, wanted, strict=True):
+        twin = replaceable(sequence)
+        expected.append([bench.run([twin])[0][0].token_id for _ in range(count)])
+    for seed in (1, 4):
+        bench.caches[0].buffer.copy_(untouched)
+        rng = np.random.default_rng(seed)
+        waiting = [Decoding(replaceable(sequences[i]), wanted[i]) for i in rng.permutation(len(sequences))]
+        everybody, running, dropped, ahead = list(waiting), [], [], RunAhead(bench.step.lookahead)
+        while waiting or running or ahead.num_under_way:
+            while waiting and len(running) < MAX_BATCH and rng.random() < 0.6:
+                running.insert(int(rng.integers(len(running) + 1)), waiting.pop())
+            if len(running) > 2 and rng.random() < 0.1:
+                dropped.append(running.pop(0))
+            rows = ahead.next_rows(running)
+            if rows:
+                views = [row.sequence.view(bench.geometry, row) for row in rows]
+                keys, follows = [id(row.sequence) for row in rows], [row.follows for row in rows]
+                bench.step.launch(StepRows(views, keys, follows, True), [row.sequence.state for row in rows])
+                ahead.launched(rows)
+            if ahead.must_finish(bool(rows)):
+                choices = bench.step.finish()
+                for row, choice in zip(ahead.finished(), choices, strict=True):
+                    row.sequence.tokens.append(choice.token_id)
+                running = [one for one in running if one.tokens_left]
+        by_length = {one.running.position: one.tokens for one in everybody}
+        for length, tokens in zip(lengths, expected, strict=True):
+            got = by_length[length]
+            is_whole = length not in [one.running.position for one in dropped]
+            assert got == (tokens if is_whole else tokens[: len(got)]), f"seed {seed}, length {length}"
 
 
 def test_a_rank_that_did_not_take_part_fails_the_step(bench):
