@@ -24,7 +24,7 @@ import model.prefill_cuda
 import model.prefill_inputs
 import model.prefill_pieces
 import model.prefill_projections
-from benchmarks.prefill_checks import poison_memory
+from benchmarks.prefill_check_tools import poison_memory
 from kernels.attention_prefill import PrefillAttention
 from kernels.attention_prompt import PromptAttention
 from kernels.moe_prefill import ExpertRows

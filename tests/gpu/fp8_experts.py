@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.prefill_checks import poison_memory
+from benchmarks.prefill_check_tools import poison_memory
 from kernels.decode_fused import combine_norm
 from kernels.experts_prefill import empty_counters, experts_down, experts_gate_up
 from kernels.moe_decode_fp8 import Fp8ExpertWeights
