@@ -6,6 +6,8 @@ internal server comes from here.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,32 +105,54 @@ class _TokenStub:
         return call
 
 
-class Channels:
-    """One channel per address, a fresh one once certificates have changed. Calls on an older one go on until `close`."""
+@dataclass(eq=False)
+class _Kept:
+    version: object
+    channel: grpc.aio.Channel
+    used_s: float
 
-    def __init__(self, wire: Wire, options: Sequence[tuple[str, Any]] = ()):
+
+class Channels:
+    """One channel per address, a fresh one once certificates have changed. One that was not asked for within `idle_s`, which must be longer
+    than any call takes, is closed when the next is made: peers come and go under ever new addresses. To be used on one event loop."""
+
+    def __init__(self, wire: Wire, options: Sequence[tuple[str, Any]] = (), idle_s: float = 60.0):
         self._wire = wire
         self._options = options
-        self._open: dict[str, tuple[object, grpc.aio.Channel]] = {}
-        self._older: list[grpc.aio.Channel] = []
+        self._idle_s = idle_s
+        self._open: dict[str, _Kept] = {}
+        self._older: list[_Kept] = []
+        self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str) -> grpc.aio.Channel:
-        version = self._wire.version()
-        known = self._open.get(address)
-        if known is not None and known[0] is version:
-            return known[1]
-        if known is not None:
-            self._older.append(known[1])
+        version, now_s = self._wire.version(), time.monotonic()
+        kept = self._open.get(address)
+        if kept is not None and kept.version is version:
+            kept.used_s = now_s
+            return kept.channel
+        if kept is not None:
+            self._older.append(kept)
+        self._close_idle(now_s)
         channel = self._wire.channel(address, self._options)
-        self._open[address] = (version, channel)
+        self._open[address] = _Kept(version, channel, now_s)
         return channel
 
     async def close(self) -> None:
-        channels = [*self._older, *(channel for _, channel in self._open.values())]
+        channels = [kept.channel for kept in (*self._older, *self._open.values())]
         self._older.clear()
         self._open.clear()
         for channel in channels:
             await channel.close()
+        await asyncio.gather(*self._closing)
+
+    def _close_idle(self, now_s: float) -> None:
+        idle = [kept for kept in (*self._older, *self._open.values()) if now_s - kept.used_s > self._idle_s]
+        self._older = [kept for kept in self._older if kept not in idle]
+        self._open = {address: kept for address, kept in self._open.items() if kept not in idle}
+        for kept in idle:
+            task = asyncio.ensure_future(kept.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 def _token_file(path: str | None) -> Watched[str] | None:

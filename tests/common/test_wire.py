@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,8 +15,9 @@ from grpc_health.v1.health import aio as health_aio
 
 from common.errors import ConfigError
 from common.tls import TlsFiles
-from common.wire import Channels, Security, Wire
+from common.wire import PLAIN, Channels, Security, Wire
 from tests.support.certificates import Authority, Files
+from tests.support.router_bed import until
 
 CHECK = "/grpc.health.v1.Health/Check"
 
@@ -145,3 +147,19 @@ def test_files_that_do_not_fit_are_refused_at_the_start(authority: Authority, tm
         Wire(Security(tls=files.tls()))
     with pytest.raises(ConfigError, match=r"ca\.pem"):
         Wire(Security(tls=TlsFiles(str(tmp_path / "none" / "ca.pem"))))
+
+
+async def test_channels_to_peers_that_are_gone_do_not_pile_up(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("common.wire.time", SimpleNamespace(monotonic=lambda: now_s))
+    channels = Channels(PLAIN, idle_s=60.0)
+    used = channels.get("127.0.0.1:1")
+    gone = [channels.get(f"127.0.0.1:{port}") for port in range(2, 20)]
+    now_s = 40.0
+    assert channels.get("127.0.0.1:1") is used
+    now_s = 61.0
+    fresh = channels.get("127.0.0.1:20")
+    await until(lambda: all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in gone))
+    assert channels.get("127.0.0.1:1") is used
+    assert grpc.ChannelConnectivity.SHUTDOWN not in (used.get_state(), fresh.get_state())
+    await channels.close()
