@@ -163,8 +163,8 @@ class PrefillPool(Pool[PrefillT]):
         return not self.queue and bool(self.order) and self.order.first().book.is_idle
 
     def wait_ms(self, links: Iterable[PrefillT], now_s: float, priority: int = 0) -> float:
-        """Until a newcomer of this priority would start, if only these groups are there, in order: the soonest free first."""
-        return wait_until_free_ms((link.book.busy_ms(now_s) for link in links), self.queue.ahead_ms(priority))
+        """Until a newcomer of this priority would start, if only these groups are there."""
+        return wait_until_free_ms(sorted(link.book.busy_ms(now_s) for link in links), self.queue.ahead_ms(priority))
 
     def bind(self, now_s: float, decode: Mapping[str, DecodePool]) -> Iterator[tuple[Ticket, PrefillT]]:
         """Late binding: gives waiting tickets to groups with a free place until one or the other runs out. Tickets that need a decode pool

@@ -82,6 +82,8 @@ class PrefillEntries:
             self._fresh.renewed(i, now_s)
             return
         first = order.first()
+        if first.book.given and first.book.late_at_s <= now_s:  # it ranks by when it should have been free
+            first = min(order, key=lambda link: link.book.busy_ms(now_s))
         self._groups[i] = first.name
         if pool.queue:
             self._queued[i] = pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.cost_model import PairLoad, PoolSpec, Shape, itl_ms, prefill_ms
@@ -74,6 +74,7 @@ steps = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10**6)), max_s
 
 
 @given(steps)
+@example([("give", 0), ("give", 52), ("wait", 51), ("give", 2)])  # the first group is late, and the second one is free long before it
 @settings(deadline=None)
 def test_entries_follow_any_history(history):
     pools = make_pools()
