@@ -173,8 +173,8 @@ class Generator:
         self._threads = ThreadPoolExecutor(encoder_threads, thread_name_prefix="encode")
 
     async def encode(self, work: Callable[[], _T], body_bytes: int) -> _T:
-        """Runs CPU-bound rendering or encoding of a body; of a large one in a thread. A small one takes less than a thread waits for its
-        turn while the loop is busy, and does not wait for large ones. Raises what `work` raises."""
+        """Runs CPU-bound rendering or encoding of a body; of a large one in a thread, so that the loop goes on. A small one waits for no
+        large ones. Raises what `work` raises."""
         started = time.monotonic()
         try:
             if body_bytes <= SMALL_BODY_BYTES:
