@@ -68,12 +68,8 @@ def test_experts_of_all_ranks_meet_and_are_normed(emulated, ranks):  # noqa: F81
         assert (normed.float() - want_normed.float()).abs().max() <= 1e-2 * want_normed.float().abs().max()
 
 
-def test_steps_of_different_sizes_follow_each_other(emulated):  # noqa: F811
-    g = torch.Generator().manual_seed(6)
-    sizes = (5, 1, 3, 5, 2)
-    parts, bias = [randn(g, 2, rows, C) for rows in sizes], randn(g, C)
-    start = randn(g, 5, C)
-    peers = emulated_peers(PeerLayout(2, 5, C, VOCAB))
+def assert_sums(peers, parts, bias, start):
+    """Two ranks add part after part, each of its own number of rows, to the same stream: the twin's, bit for bit, on both."""
 
     def rank_main(group):
         residual = start.clone()
@@ -85,6 +81,15 @@ def test_steps_of_different_sizes_follow_each_other(emulated):  # noqa: F811
     for part in parts:
         want[: part.shape[1]], _ = sum_rows_ref(part, want[: part.shape[1]], bias=bias)
     assert all(torch.equal(got, want) for got in run_ranks(2, rank_main))
+
+
+def test_steps_of_different_sizes_follow_each_other(emulated):  # noqa: F811
+    g = torch.Generator().manual_seed(6)
+    sizes = (5, 1, 3, 5, 2)
+    parts, bias = [randn(g, 2, rows, C) for rows in sizes], randn(g, C)
+    start = randn(g, 5, C)
+    peers = emulated_peers(PeerLayout(2, 5, C, VOCAB))
+    assert_sums(peers, parts, bias, start)
 
 
 def test_best_of_all_ranks_with_ties_and_bad_rows(emulated):  # noqa: F811
@@ -156,15 +161,5 @@ def test_sums_of_a_prompt_go_in_pieces_of_what_there_is_room_for(emulated):  # n
     lengths = (300, 7, 140)  # more than a decode step has, and three pieces with a short last one
     parts, bias, start = [randn(g, 2, rows, C) for rows in lengths], randn(g, C), randn(g, 300, C)
     peers = emulated_peers(PeerLayout(2, 140, C, 0))
-
-    def rank_main(group):
-        residual = start.clone()
-        for part in parts:
-            peers[group.rank].sum_projection(part[group.rank], bias, residual[: part.shape[1]])
-        return residual
-
-    want = start.clone()
-    for part in parts:
-        want[: part.shape[1]], _ = sum_rows_ref(part, want[: part.shape[1]], bias=bias)
-    assert all(torch.equal(got, want) for got in run_ranks(2, rank_main))
+    assert_sums(peers, parts, bias, start)
     assert PeerLayout(2, 140, C, 0).nbytes(0) == PeerLayout(2, 140, C, 0).nbytes(1)
