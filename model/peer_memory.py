@@ -47,16 +47,25 @@ def open_peers(
     Shapes: status [1] int32 on the rank's device, zero
     Units: exchange: device of the tensors that the group's collectives take
     Effects: the mappings stay until the process ends
-    Raises: NotSupportedError where this host does not let processes map each other's GPU memory; WorkerLost if another rank failed
+    Raises: NotSupportedError on every rank where this host lets one of them not map another's GPU memory; WorkerLost if another rank failed
     """
     memory = allocate(status.device, layout.nbytes(group.rank))
     handle = memory.handle()
     handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8)[None].to(exchange), dim=0).cpu()
     bases = [memory.address] * group.size
+    refused: NotSupportedError | None = None
     for rank in range(group.size):
         if rank != group.rank:
-            bases[rank] = _mapped(map_handle, status.device, bytes(handles[rank].numpy()), rank)
-    group.all_reduce(torch.zeros(1, device=exchange))  # nobody writes before all have mapped
+            try:
+                bases[rank] = _mapped(map_handle, status.device, bytes(handles[rank].numpy()), rank)
+            except NotSupportedError as exc:
+                refused = exc
+    # nobody writes before all have mapped, and where one can't, none does
+    num_refused = float(group.all_reduce(torch.tensor([float(refused is not None)], device=exchange)))
+    if refused is not None:
+        raise refused
+    if num_refused:
+        raise NotSupportedError("this host does not let another rank of the group map GPU memory", rank=group.rank)
     return Peers(layout, group.rank, memory.tensor(), bases, status, timeout_s)
 
 

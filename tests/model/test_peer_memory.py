@@ -51,3 +51,21 @@ def test_a_host_that_allows_no_mapping_is_told_by_name():
 
     with pytest.raises(NotSupportedError, match=r"rank [0-3]: cudaIpcOpenMemHandle"):
         run_ranks(4, lambda group: open_peers(group, LAYOUT, torch.zeros(1, dtype=torch.int32), allocate=Memory, map_handle=Refused))
+
+
+def test_where_one_rank_may_not_map_no_rank_does():
+    """A rank that went on alone would wait for sums that the others make another way."""
+
+    def rank_main(group):
+        class Refused(Mapped):
+            def __init__(self, device, handle):
+                if group.rank == 2:
+                    raise KernelError("cudaIpcOpenMemHandle: CUDA error 801, operation not supported")
+                super().__init__(device, handle)
+
+        with pytest.raises(NotSupportedError, match="map") as refused:
+            open_peers(group, LAYOUT, torch.zeros(1, dtype=torch.int32), allocate=Memory, map_handle=Refused)
+        return refused.value.message
+
+    messages = run_ranks(4, rank_main)
+    assert [("cudaIpcOpenMemHandle" in message) for message in messages] == [False, False, True, False]
