@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from benchmarks.prefill_random import BLOCK_SIZE, RandomWeights, gpt_oss_config
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
@@ -43,6 +44,34 @@ def time_us(run: Callable[[], object], repeats: int = 20) -> float:
     return sorted(times)[repeats // 2]
 
 
+def floor(num_bytes: float = 0.0, flops: float = 0.0, rate: float = FP8_RATE) -> float:
+    """The least time of so many bytes and operations [us]."""
+    return max(num_bytes / BANDWIDTH, flops / rate) * 1e6
+
+
+def attention_rows(random: RandomWeights, sinks: Tensor, pool: Tensor, tokens: int) -> Iterator[tuple[str, float, float]]:
+    """The attention kernels' part of `kernel_rows`."""
+    q, workspace = random.normal(tokens, 64, 64), attention_workspace(DEVICE)
+    for name, window, flops in (("full", None, 2 * tokens * tokens * 4096), ("sliding", 128, 4 * tokens * 128 * 4096)):
+        attention = PrefillAttention(AttentionHeads(64, 8, 64), BLOCK_SIZE, window_tokens=window, workspace=workspace)
+        attention.plan(tokens, tokens, torch.arange(tokens // BLOCK_SIZE, device=DEVICE, dtype=torch.int32))
+        run = attention.run
+        yield f"attention {name}", floor(2 * 8192 * tokens, flops, FA3_RATE), time_us(lambda run=run: run(q, pool, sinks))
+    k, v = random.normal(tokens, 8, 64), random.normal(tokens, 8, 64)
+    prompt = PromptAttention(AttentionHeads(64, 8, 64), workspace=workspace)
+    prompt.plan(tokens)
+    least = floor(2 * 8192 * tokens, 2 * tokens * tokens * 4096, FA3_RATE)
+    yield "attention full, rows (predicted 1,050 at 8,192)", least, time_us(lambda: prompt.run(q, k, v, sinks))
+    least = floor(2 * 8192 * tokens, 4 * tokens * 128 * 4096, FA3_RATE)
+    yield "attention sliding, rows (predicted 100)", least, time_us(lambda: window_attention(q, k, v, sinks, 128))
+    for block_m, block_n, warps in ((128, 64, 8), (64, 64, 4), (128, 128, 8)):
+        yield (
+            f"attention sliding, rows {block_m}x{block_n} {warps} warps",
+            least,
+            time_us(window_run(q, k, v, sinks, block_m, block_n, warps)),
+        )
+
+
 def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     """Yields (kernel, floor us, measured us) for one layer of the model at this length. Events include a few us of launch each."""
     config = gpt_oss_config(model, 2)
@@ -51,9 +80,6 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     layer, originals = random.layer_with_originals()
     x, delta = random.normal(tokens, hidden), random.normal(tokens, hidden)
     row, fp8 = 2 * hidden * tokens, 2944 * tokens
-
-    def floor(num_bytes: float = 0.0, flops: float = 0.0, rate: float = FP8_RATE) -> float:
-        return max(num_bytes / BANDWIDTH, flops / rate) * 1e6
 
     rows = add_norm_quantize(x, layer.mlp_norm, 1e-5, bias_columns=BIAS_COLUMNS)
     yield (
@@ -64,7 +90,7 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
     placed_rows, rows = rows, quantize_rows(x)
     yield "qkv gemm fp8", floor(fp8 + 10240 * tokens, 2 * tokens * 5120 * 2880), time_us(lambda: gemm_fp8(*rows, *layer.qkv))
     qkv_t = originals["qkv"].t()
-    yield "qkv gemm bf16 (not used)", floor(row, 2 * tokens * 5120 * 2880, BF16_RATE), time_us(lambda: torch.mm(x, qkv_t))
+    yield "qkv gemm bf16", floor(row, 2 * tokens * 5120 * 2880, BF16_RATE), time_us(lambda: torch.mm(x, qkv_t))
     qkv = gemm_fp8(*rows, *layer.qkv)
     inv_freq, concentration = yarn_inv_freq_ref(64, 150000.0, 32.0, 4096, 32.0, 1.0)
     table = rope_table(tokens, inv_freq.to(DEVICE), concentration)
@@ -75,31 +101,13 @@ def kernel_rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
         floor(2 * 10240 * tokens),
         time_us(lambda: rope_write_kv(qkv, layer.qkv_bias, table, positions, positions, pool, 64)),
     )
-    q, workspace = random.normal(tokens, 64, 64), attention_workspace(DEVICE)
-    for name, window, flops in (("full", None, 2 * tokens * tokens * 4096), ("sliding", 128, 4 * tokens * 128 * 4096)):
-        attention = PrefillAttention(AttentionHeads(64, 8, 64), BLOCK_SIZE, window_tokens=window, workspace=workspace)
-        attention.plan(tokens, tokens, torch.arange(tokens // BLOCK_SIZE, device=DEVICE, dtype=torch.int32))
-        run = attention.run
-        yield f"attention {name}", floor(2 * 8192 * tokens, flops, FA3_RATE), time_us(lambda run=run: run(q, pool, layer.sinks))
-    k, v = random.normal(tokens, 8, 64), random.normal(tokens, 8, 64)
-    prompt = PromptAttention(AttentionHeads(64, 8, 64), workspace=workspace)
-    prompt.plan(tokens)
-    least = floor(2 * 8192 * tokens, 2 * tokens * tokens * 4096, FA3_RATE)
-    yield "attention full, rows (predicted 1,050 at 8,192)", least, time_us(lambda: prompt.run(q, k, v, layer.sinks))
-    least = floor(2 * 8192 * tokens, 4 * tokens * 128 * 4096, FA3_RATE)
-    yield "attention sliding, rows (predicted 100)", least, time_us(lambda: window_attention(q, k, v, layer.sinks, 128))
-    for block_m, block_n, warps in ((128, 64, 8), (64, 64, 4), (128, 128, 8)):
-        yield (
-            f"attention sliding, rows {block_m}x{block_n} {warps} warps",
-            least,
-            time_us(window_run(q, k, v, layer.sinks, block_m, block_n, warps)),
-        )
-    flat = q.flatten(1)
+    yield from attention_rows(random, layer.sinks, pool, tokens)
+    flat = random.normal(tokens, 4096)
     yield "quantize_rows", floor(3 * 4096 * tokens), time_us(lambda: quantize_rows(flat))
     attended = quantize_rows(flat)
     yield "o gemm fp8", floor(4096 * tokens + row, 2 * tokens * 2880 * 4096), time_us(lambda: gemm_fp8(*attended, *layer.o))
     o_t = originals["o"].t()
-    yield "o gemm bf16 (not used)", floor(row, 2 * tokens * 2880 * 4096, BF16_RATE), time_us(lambda: torch.mm(flat, o_t))
+    yield "o gemm bf16", floor(row, 2 * tokens * 2880 * 4096, BF16_RATE), time_us(lambda: torch.mm(flat, o_t))
     counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
     offset = torch.randn(tokens, experts, device=DEVICE) * 30
     inverse = torch.rsqrt(x.float().square().mean(1) + 1e-5)
