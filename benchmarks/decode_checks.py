@@ -17,6 +17,7 @@ from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_f
 from kernels.moe_decode import FORMS, ExpertWeights, launch_experts, pack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref, paged_attention_ref, rms_norm_ref, route_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_ref, sample_tokens
+from kernels.vocabulary import PARTS, ScreenScratch, likeliest_words, make_screen, screen_ref
 
 ALPHA, LIMIT = 1.702, 7.0
 BATCHES = (1, 2, 3, 7, 8, 33, 128)
@@ -206,6 +207,33 @@ def check_sampling() -> str:
     return f"tokens {tokens.tolist()} equal the twin's"
 
 
+def check_vocabulary() -> str:
+    """The screened word of the real vocabulary against fp64, with rows one bit apart, a NaN and a padded row."""
+    weight = randn(201088, 2880, std=0.02)
+    least, most = 1 << 30, 0
+    for batch in (1, 2, 7, 8, 9, 16):
+        x = randn(batch, 2880)
+        weight[5000:5100] = (x[0] * 0.03).bfloat16()
+        weight[5071].view(torch.int16)[int(x[0].float().abs().argmax())] += 1  # one bit away from zero: the largest of a hundred twins
+        screen, scratch = make_screen(weight), ScreenScratch.allocate(batch, "cuda")
+        exact = torch.cat([x.double() @ part.double().t() for part in weight.split(20000)], dim=1)
+        seq_lens = torch.full((batch,), 9, dtype=torch.int32, device="cuda")
+        want = exact.argmax(dim=1).int()
+        if batch > 2:
+            seq_lens[1], want[1], x[2, 77], want[2] = 0, 0, torch.nan, -1
+        bounds = torch.full((batch, 201088), torch.nan, device="cuda")
+        tokens, best = torch.full_like(seq_lens, 777777), torch.full((batch, PARTS), torch.nan, device="cuda")
+        for _ in range(2):
+            likeliest_words(x, weight, screen, seq_lens, bounds=bounds, scratch=scratch, tokens=tokens, best=best)
+            assert torch.equal(tokens, want), f"B{batch}: {tokens.tolist()} != {want.tolist()}"
+        kept = torch.arange(batch, device="cuda")[want > 0]
+        assert ((best[kept, 0] - exact[kept].amax(dim=1)).abs() < 1e-5 * exact[kept].abs().amax(dim=1)).all()
+        assert (bounds[kept] >= exact[kept]).all(), "a logit lies above its bound"
+        left = (bounds[kept] >= screen_ref(x[kept], screen)[1].amax(dim=1, keepdim=True)).sum(dim=1)
+        least, most = min(least, int(left.min())), max(most, int(left.max()))
+    return f"words are fp64's, {least} to {most} of 201,088 looked at twice"
+
+
 def check_step(experts: str = "mxfp4", largest: float = 5e-2, rms: float = 2e-2) -> str:
     """Four layers of 20b: graph against eager, a row against its batch, the whole against the plain twins."""
     config = gpt_oss_config("20b", 4)
@@ -214,29 +242,30 @@ def check_step(experts: str = "mxfp4", largest: float = 5e-2, rms: float = 2e-2)
     for rows in (8, 33):
         decode = random_decode(config, weights, rows, 1000)
         first = decode.token_ids.clone()
-        decode.step(rows)
+        decode.step(rows, all_greedy=False)
         eager, tokens = decode.logits[:rows].clone(), decode.token_ids.clone()
-        decode.token_ids.copy_(first)
-        decode.capture(rows)
-        for _ in range(2):
+        for all_greedy in (False, True):
             decode.token_ids.copy_(first)
-            decode.logits.fill_(float("nan"))
-            decode.replay(rows)
-            assert torch.equal(decode.logits[:rows], eager), "graph replay differs from eager"
-            assert torch.equal(decode.token_ids, tokens)
+            decode.capture(rows, all_greedy=all_greedy)
+            for _ in range(2):
+                decode.token_ids.copy_(first)
+                decode.logits.fill_(float("nan"))
+                decode.replay(rows, all_greedy=all_greedy)
+                assert all_greedy or torch.equal(decode.logits[:rows], eager), "graph replay differs from eager"
+                assert torch.equal(decode.token_ids, tokens), "greedy rows choose another word than beside sampled ones"
         if rows == 8:
             decode.token_ids.copy_(first)
-            decode.step(3)
+            decode.step(3, all_greedy=False)
             assert torch.equal(decode.logits[:3], eager[:3]), "a row depends on its batch"
             decode.token_ids.copy_(first)
             decode.inputs.seq_lens[5:] = 0
-            decode.step(8)
+            decode.step(8, all_greedy=False)
             assert torch.equal(decode.logits[:5], eager[:5]), "padded rows change others"
             decode.inputs.seq_lens[5:] = 1000
         decode.token_ids.copy_(first)
         runs, cuda_library.runs = cuda_library.runs, lambda tensor: False
         try:
-            decode.step(rows)
+            decode.step(rows, all_greedy=False)
         finally:
             cuda_library.runs = runs
         lines.append(f"B{rows} {errors(eager, decode.logits[:rows], f'step B{rows}', largest, rms)}")
@@ -256,6 +285,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "sliding attention": check_sliding_attention,
     "full attention": check_full_attention,
     "sampling": check_sampling,
+    "vocabulary": check_vocabulary,
     "experts 20b": check_moe_20b,
     "experts 120b": check_moe_120b,
     "whole step": check_step,

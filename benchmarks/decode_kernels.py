@@ -18,6 +18,7 @@ from kernels.experts_prefill import experts_down, experts_gate_up
 from kernels.moe_decode import FORMS, launch_experts
 from kernels.moe_decode_fp8 import quantize_by_expert
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
+from kernels.vocabulary import MAX_SCREENED_TOKENS, ScreenScratch, launch_screen, likeliest_words
 from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
 
@@ -164,6 +165,12 @@ def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) ->
     yield "logits cublas", batch, graph_us([lambda: torch.mm(x, head.t(), out_dtype=torch.float32, out=out)] * 3), head.nbytes
     lens = torch.full((batch,), 8192, dtype=torch.int32, device="cuda")
     tokens, scratch, rows = torch.zeros_like(lens), SamplingScratch.allocate(batch, "cuda"), SamplingRows.greedy(batch, "cuda")
+    if batch <= MAX_SCREENED_TOKENS:
+        screen, own = weights.screen, ScreenScratch.allocate(batch, "cuda")
+        run = [partial(launch_screen, x, screen, out, own)] * 3
+        yield "screen", batch, graph_us(run), screen.codes.nbytes
+        both = partial(likeliest_words, x, head, screen, lens, bounds=out, scratch=own, tokens=tokens, best=scratch.best)
+        yield "screen and rescore", batch, graph_us([both] * 3), screen.codes.nbytes
     out.normal_()
     yield "greedy", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
     rows.temperature.fill_(1.0)

@@ -15,6 +15,7 @@ from benchmarks.prefill_random import RandomWeights
 from kernels.experts_prefill import down_order, gate_up_order
 from kernels.moe_decode import CODE_BYTES, UNIT_BYTES, UNIT_ROWS, ExpertWeights
 from kernels.moe_decode_fp8 import Fp8ExpertWeights
+from kernels.vocabulary import make_screen
 from model.config import ModelConfig
 from model.decode_cuda import CudaDecode, DecodeLayer, DecodeWeights
 from model.decode_experts import DecodeExperts
@@ -87,10 +88,8 @@ def random_layer(config: ModelConfig, experts: DecodeExperts) -> DecodeLayer:
 def random_weights(config: ModelConfig, weights: str = "mxfp4") -> DecodeWeights:
     """Units: weights: the experts' format, a key of `EXPERTS`"""
     layers = tuple(random_layer(config, experts) for experts in islice(EXPERTS[weights](config), config.num_layers))
-    return DecodeWeights(
-        randn(config.vocab_size, config.hidden_size), layers, 1 + randn(config.hidden_size, std=0.1),
-        randn(config.vocab_size, config.hidden_size, std=0.02),
-    )  # fmt: skip
+    embed, lm_head = randn(config.vocab_size, config.hidden_size), randn(config.vocab_size, config.hidden_size, std=0.02)
+    return DecodeWeights(embed, layers, 1 + randn(config.hidden_size, std=0.1), lm_head, make_screen(lm_head))
 
 
 def shuffled_table(rows: int, width: int) -> Tensor:

@@ -23,7 +23,7 @@ from common.errors import KernelError, UnsupportedArch
 SOURCES = Path(__file__).parent / "cuda"
 NAMES = (
     "moe_decode", "dense_decode", "attention_full", "attention_sliding", "decode_fused", "sampling", "peers", "kv_copy", "device_memory",
-    "experts_prefill", "expert_rows",
+    "experts_prefill", "expert_rows", "vocabulary",
 )  # fmt: skip
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC", "-shared", "-lineinfo")
 

@@ -33,6 +33,7 @@ from kernels.moe_decode import ExpertOutputs
 from kernels.peers import Peers
 from kernels.reference import yarn_inv_freq_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
+from kernels.vocabulary import MAX_SCREENED_TOKENS, Screen, ScreenScratch, likeliest_words, make_screen, settle_ties
 from model.config import ModelConfig
 from model.decode_experts import DecodeExperts, pack_decode_experts
 from model.kv_cache import KVCache
@@ -63,12 +64,13 @@ class DecodeLayer:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """Shapes: embed [V, C]; lm_head [local rows, C], those from `vocab_start` on; norm [C]; all bf16."""
+    """Shapes: embed [V, C]; lm_head [local rows, C], those from `vocab_start` on; norm [C]; all bf16; screen of lm_head"""
 
     embed: Tensor
     layers: tuple[DecodeLayer, ...]
     norm: Tensor
     lm_head: Tensor
+    screen: Screen
     vocab_start: int = 0
 
 
@@ -82,7 +84,7 @@ def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -
     packed = []
     while left:
         packed.append(_pack_layer(left.popleft()))
-    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head, shard.vocab_start)
+    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head, make_screen(shard.lm_head), shard.vocab_start)
 
 
 def _pack_layer(layer: LayerShard) -> DecodeLayer:
@@ -170,6 +172,7 @@ class _Scratch:
         self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
         self.logits = fp32(vocabulary_rows, vocab)
         self.sampling = SamplingScratch.allocate(rows, device)
+        self.screen = ScreenScratch.allocate(min(rows, MAX_SCREENED_TOKENS), device)
 
 
 def _make_inputs(config: ModelConfig, rows: int, max_positions: int, block_size: int, device: torch.device | str) -> StepInputs:
@@ -250,8 +253,7 @@ class CudaDecode:
 
     @property
     def logits(self) -> Tensor:
-        """[max_batch, V] fp32 of the last step; rows past its bucket are stale. In a group: on rank 0, after a step that was not
-        `all_greedy`."""
+        """[max_batch, V] fp32 of the last step, if that was not `all_greedy`; rows past its bucket are stale. In a group: on rank 0."""
         return self._scratch.logits[: self.inputs.seq_lens.shape[0]] if self._peers is None else self._peers.logits
 
     @torch.no_grad()
@@ -340,21 +342,36 @@ class CudaDecode:
         )
 
     def _pick_tokens(self, rows: int, all_greedy: bool) -> None:
-        """Alone: logits, then tokens. In a group every rank judges its own words and they compare their best ones; where that is not
-        enough, rank 0 gets all logits and tells the tokens."""
+        """Greedy rows get the likeliest word, in a group the best of what each rank found among its own; then sampled rows theirs, in a
+        group by rank 0, which gets all logits and tells the tokens. Up to 16 rows a greedy row's word comes from the same sums whether
+        it is screened or chosen beside sampled rows."""
         s, weights, peers = self._scratch, self._weights, self._peers
-        # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
-        vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
-        vocabulary_logits(s.normed[:vocabulary_rows], weights.lm_head, s.logits[:vocabulary_rows])
         tokens, logits, seq_lens = self.token_ids[:rows], s.logits[:rows], self.inputs.seq_lens[:rows]
-        if peers is not None and not all_greedy:
+        screened = rows <= MAX_SCREENED_TOKENS
+        x, best = s.normed[:rows], s.sampling.best[:rows]
+        if all_greedy and screened:
+            likeliest_words(
+                x, weights.lm_head, weights.screen, seq_lens, bounds=logits, scratch=s.screen, tokens=tokens, best=best
+            )  # fmt: skip
+        else:
+            # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
+            vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
+            vocabulary_logits(s.normed[:vocabulary_rows], weights.lm_head, s.logits[:vocabulary_rows])
+            alone = peers is None
+            sampling = self._sampling_rows(rows)
+            sample_tokens(logits, sampling, seq_lens, tokens, s.sampling, all_greedy=all_greedy or not alone)
+            if screened:
+                temperature = sampling.temperature if alone else None
+                settle_ties(x, weights.lm_head, weights.screen, logits, seq_lens, temperature, scratch=s.screen, tokens=tokens, best=best)
+        if peers is None:
+            return
+        peers.meet_best(s.sampling, seq_lens, tokens, weights.vocab_start)
+        if not all_greedy:
             peers.push_logits(logits, weights.vocab_start)
-            logits = peers.logits[:rows] if peers.rank == 0 else logits
-        if peers is None or all_greedy or peers.rank == 0:
-            sample_tokens(logits, self._sampling_rows(rows), seq_lens, tokens, s.sampling, all_greedy=all_greedy)
-        if peers is not None and all_greedy:
-            peers.meet_best(s.sampling, seq_lens, tokens, weights.vocab_start)
-        elif peers is not None:
+            if peers.rank == 0:
+                sample_tokens(
+                    peers.logits[:rows], self._sampling_rows(rows), seq_lens, tokens, s.sampling, all_greedy=False, keep_greedy=True
+                )  # fmt: skip
             peers.spread_tokens(tokens)
 
     def _sampling_rows(self, rows: int) -> SamplingRows:

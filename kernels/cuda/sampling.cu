@@ -20,6 +20,7 @@ struct SampleArgs {
   int32_t* best_id;              // [rows, parts]
   int32_t* arrived;              // [rows], zero before and after
   int vocab, stride;             // of best and best_id
+  int keep_greedy;               // rows without a temperature keep their token
 };
 
 __device__ __forceinline__ uint32_t philox(unsigned long long seed, uint32_t position, uint32_t token) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   for (int i = threadIdx.x; i < parts; i += blockDim.x) mine = better(mine, {__ldcg(a.best + row * a.stride + i), __ldcg(a.best_id + row * a.stride + i)});
   mine = block_best(mine, values, ids);
   if (threadIdx.x == 0) {
-    a.tokens[row] = mine.id < 0 ? kBadLogits : mine.id;
+    if (!a.keep_greedy || __ldg(a.temperature + row) > 0.0f) a.tokens[row] = mine.id < 0 ? kBadLogits : mine.id;
     a.best[row * a.stride] = mine.value;
   }
 }
@@ -199,12 +200,12 @@ __global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a) {
 
 extern "C" int tandem_sample(const void* logits, const void* temperature, const void* top_k, const void* top_p, const void* min_p,
                              const void* seed, const void* seq_lens, void* tokens, void* best, void* best_id, void* arrived, int rows,
-                             int vocab, int parts, int all_greedy, void* stream) {
+                             int vocab, int parts, int all_greedy, int keep_greedy, void* stream) {
   if (vocab % 4) return -1;
   const SampleArgs a = {static_cast<const float*>(logits), static_cast<const float*>(temperature), static_cast<const int32_t*>(top_k),
                         static_cast<const float*>(top_p), static_cast<const float*>(min_p), static_cast<const long long*>(seed),
                         static_cast<const int32_t*>(seq_lens), static_cast<int32_t*>(tokens), static_cast<float*>(best),
-                        static_cast<int32_t*>(best_id), static_cast<int32_t*>(arrived), vocab, parts};
+                        static_cast<int32_t*>(best_id), static_cast<int32_t*>(arrived), vocab, parts, keep_greedy};
   if (rows >= 16 && parts > 16) parts = 16;  // there are blocks enough: fewer that do more each
   const int status = launch(greedy, dim3(parts, rows), 256, 0, stream, a);
   if (status != 0 || all_greedy) return status;

@@ -265,6 +265,7 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t s) {
   for (int i = 0; i < 4; i++) out |= static_cast<uint32_t>((both >> (8 * ((s >> (4 * i)) & 7))) & 0xFF) << (8 * i);
   return out;
 }
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
@@ -296,6 +297,20 @@ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
       sum += emulated_float((a >> (16 * (k & 1))) & 0xFFFF) * emulated_float((b >> (16 * (k & 1))) & 0xFFFF);
     }
     d[i] = sum;
+  }
+}
+
+inline void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  emulation::LaneInput in = {{a0, a1, a2, a3, b0, b1, 0, 0}};
+  const auto* all = emulation::exchange(in);
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  for (int i = 0; i < 4; i++) {
+    const int column = 2 * c + (i & 1);
+    for (int k = 0; k < 32; k++) {
+      const int owner = k % 16 / 4, byte = k % 4, word = 2 * (k / 16) + (i >= 2 ? 1 : 0);
+      const int a = static_cast<int8_t>(all[4 * g + owner].words[word] >> (8 * byte));
+      d[i] += a * static_cast<int8_t>(all[4 * column + owner].words[4 + k / 16] >> (8 * byte));
+    }
   }
 }
 
