@@ -45,7 +45,7 @@ from model.prefill_weights import SERVED_PROJECTIONS, Fp8Weight, PrefillLayer, P
 RUNS, WARM = 7, 2
 LIMIT_S = 240
 CHECKED_LAYERS, CHECKED_TOKENS, CHECKED_PROMPTS = 3, 2304, 8
-LEAST_COSINE = 0.998  # bf16 sums in another order, through three layers of FP8 experts
+NOISE = "one rank, output projection rounded before it is added"
 
 
 def rank_weights(
@@ -103,6 +103,8 @@ def check_group(
 ) -> dict[str, float] | None:
     """Logits of the group against rank 0 alone with the same weights: over its collectives and over `peers`, on GPUs also out of a graph.
 
+    Beside them `NOISE`: one rank against itself, where one sum of a layer is rounded at another place. FP8 experts make random layers
+    amplify such a difference, so that this alone tells how far apart right results lie; a group rounds two sums of a layer elsewhere.
     Returns: on rank 0 each way's cosine, over all prompts' logits
     """
     whole = RandomWeights(config, device, 5).model(projections=SERVED_PROJECTIONS)
@@ -110,12 +112,15 @@ def check_group(
     blocks, longest = prompts[0][1], tokens + 100
     offset = uniform_logits(config, longest, device, 2)
 
-    def logits(weights: PrefillWeights, ranks: ParallelGroup, over: Peers | None, in_graph: bool) -> torch.Tensor | None:
+    def logits(
+        weights: PrefillWeights, ranks: ParallelGroup, over: Peers | None, in_graph: bool, adds_output: bool = True
+    ) -> torch.Tensor | None:
         prefill = CudaPrefill(
             config, weights, ranks, block_size=BLOCK_SIZE, device=device, max_positions=longest, least_piece_tokens=least_piece_tokens,
             peers=over,
         )  # fmt: skip
         prefill.logit_offset = offset
+        prefill.adds_output &= adds_output
         kv = KVCache(config.kv_geometry(BLOCK_SIZE, "bfloat16"), ranks.size, ranks.rank, blocks, blocks, device)
         forward: Callable[[StepBatch], torch.Tensor | None] = partial(prefill.forward, kv=kv)
         if in_graph:
@@ -136,14 +141,22 @@ def check_group(
     if group.rank > 0:
         return None
     alone = logits(whole, LocalGroup(), None, False)
-    assert alone is not None
-    return {
-        f"{'peers' if over is not None else 'collectives'}, {'graph' if in_graph else 'launched'}": float(
-            torch.nn.functional.cosine_similarity(each.flatten(), alone.flatten(), dim=0)
-        )
+    named = {
+        f"{'peers' if over is not None else 'collectives'}, {'graph' if in_graph else 'launched'}": each
         for (over, in_graph), each in zip(ways, got, strict=True)
-        if each is not None
-    }
+    } | {NOISE: logits(whole, LocalGroup(), None, False, adds_output=False)}
+    return {name: _cosine(each, alone) for name, each in named.items()}
+
+
+def _cosine(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    assert got is not None
+    assert expected is not None
+    return float(torch.nn.functional.cosine_similarity(got.flatten().double(), expected.flatten().double(), dim=0))
+
+
+def is_one_rank(cosines: dict[str, float]) -> bool:
+    """Whether the group lies at most twice as far from one rank as its own rounding does, or within what fp32 sums leave."""
+    return 1 - min(cosines.values()) <= max(2 * (1 - cosines[NOISE]), 1e-5)
 
 
 def time_layout(
@@ -213,8 +226,7 @@ def rank_main(args: argparse.Namespace) -> None:
         peers = _open_peers(group, args.tokens)
         cosines = check_group(gpt_oss_config(args.model, CHECKED_LAYERS), group, "cuda", CHECKED_TOKENS, 1024, peers)
         if cosines is not None:
-            ok = min(cosines.values()) > LEAST_COSINE
-            print("RESULT " + json.dumps({"check": "cosine to one rank alone", **cosines, "ok": ok}), flush=True)
+            print("RESULT " + json.dumps({"check": "cosine to one rank alone", **cosines, "ok": is_one_rank(cosines)}), flush=True)
         for ep in (args.tp, 1):
             for result in time_layout(args.model, args.tokens, group, ep, peers, None, args.layers_unique):
                 if args.rank == 0:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import prefill_random
-from benchmarks.prefill_ranks import LEAST_COSINE, check_group, rank_weights
+from benchmarks import prefill_random, prefill_ranks
+from benchmarks.prefill_ranks import NOISE, check_group, is_one_rank, rank_weights
 from kernels import cuda_library
 from kernels.peers import PeerLayout, Peers
 from tests.support.emulated_cuda import load_emulated
@@ -25,9 +25,22 @@ def _few_random_values(monkeypatch):
 
 def test_a_group_of_slices_gives_one_rank_s_logits():
     cosines, other = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64))
-    assert list(cosines) == ["collectives, launched"]
-    assert min(cosines.values()) > LEAST_COSINE
+    assert list(cosines) == ["collectives, launched", NOISE]
+    assert is_one_rank(cosines), cosines
     assert other is None
+
+
+def test_a_bias_that_every_rank_adds_is_not_one_rank_s(monkeypatch):
+    """The output bias twice: 1 - cosine is then many times what rounding leaves."""
+    own = prefill_ranks.slice_of
+
+    def doubled(*args):
+        weights = own(*args)
+        return replace(weights, layers=tuple(replace(layer, o_bias=2 * layer.o_bias) for layer in weights.layers))
+
+    monkeypatch.setattr(prefill_ranks, "slice_of", doubled)
+    cosines, _ = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64))
+    assert not is_one_rank(cosines), cosines
 
 
 class Rounding:
@@ -48,8 +61,8 @@ def test_ranks_that_add_over_each_other_s_memory_give_one_rank_s_logits(monkeypa
     monkeypatch.setattr(cuda_library, "load", load_emulated)
     peers = [Rounding(rank) for rank in emulated_peers(PeerLayout(2, 90, SMALL.hidden_size, 0))]
     cosines, _ = run_ranks(2, lambda group: check_group(SMALL, group, "cpu", 200, 64, peers[group.rank]))
-    assert list(cosines) == ["collectives, launched", "peers, launched"]
-    assert min(cosines.values()) > LEAST_COSINE, cosines
+    assert list(cosines) == ["collectives, launched", "peers, launched", NOISE]
+    assert is_one_rank(cosines), cosines
 
 
 @pytest.mark.parametrize(("ep", "experts", "inner"), [(2, 4, 192), (1, 8, 64)])
