@@ -16,8 +16,8 @@ from kernels import cuda_library, decode_fused
 from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
 from kernels.moe_decode import FORMS, ExpertWeights, launch_experts, pack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref, paged_attention_ref, rms_norm_ref, route_ref
-from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_ref, sample_tokens
-from kernels.vocabulary import PARTS, ScreenScratch, likeliest_words, make_screen, screen_ref
+from kernels.sampling_cuda import SamplingRows, SamplingScratch, gumbel_ref, sample_ref, sample_tokens
+from kernels.vocabulary import PARTS, ScreenScratch, choose_words, make_screen, screen_ref, settle_ties
 
 ALPHA, LIMIT = 1.702, 7.0
 BATCHES = (1, 2, 3, 7, 8, 33, 128)
@@ -208,28 +208,42 @@ def check_sampling() -> str:
 
 
 def check_vocabulary() -> str:
-    """The screened word of the real vocabulary against fp64, with rows one bit apart, a NaN and a padded row."""
+    """Screened words of the real vocabulary, greedy and sampled, against fp64, with rows one bit apart, a NaN and a padded row; and what
+    `settle_ties` makes of the library's logits."""
     weight = randn(201088, 2880, std=0.02)
     least, most = 1 << 30, 0
     for batch in (1, 2, 7, 8, 9, 16):
-        x = randn(batch, 2880)
+        x, rows = randn(batch, 2880), SamplingRows.greedy(batch, "cuda")
+        rows.temperature[3:] = torch.linspace(0.5, 1.5, max(0, batch - 3), device="cuda")
+        rows.seed.copy_(torch.arange(batch))
         weight[5000:5100] = (x[0] * 0.03).bfloat16()
         weight[5071].view(torch.int16)[int(x[0].float().abs().argmax())] += 1  # one bit away from zero: the largest of a hundred twins
         screen, scratch = make_screen(weight), ScreenScratch.allocate(batch, "cuda")
         exact = torch.cat([x.double() @ part.double().t() for part in weight.split(20000)], dim=1)
         seq_lens = torch.full((batch,), 9, dtype=torch.int32, device="cuda")
-        want = exact.argmax(dim=1).int()
+        noise = torch.stack([gumbel_ref(seed, 9, 201088) for seed in range(batch)]).cuda()
+        inverse = torch.where(rows.temperature > 0, 1 / rows.temperature, 1.0)[:, None]
+        judged = exact * inverse + noise * (rows.temperature > 0)[:, None]
+        want = judged.argmax(dim=1).int()
         if batch > 2:
             seq_lens[1], want[1], x[2, 77], want[2] = 0, 0, torch.nan, -1
         bounds = torch.full((batch, 201088), torch.nan, device="cuda")
         tokens, best = torch.full_like(seq_lens, 777777), torch.full((batch, PARTS), torch.nan, device="cuda")
         for _ in range(2):
-            likeliest_words(x, weight, screen, seq_lens, bounds=bounds, scratch=scratch, tokens=tokens, best=best)
+            choose_words(x, weight, screen, rows, seq_lens, bounds=bounds, scratch=scratch, tokens=tokens, best=best)
             assert torch.equal(tokens, want), f"B{batch}: {tokens.tolist()} != {want.tolist()}"
         kept = torch.arange(batch, device="cuda")[want > 0]
-        assert ((best[kept, 0] - exact[kept].amax(dim=1)).abs() < 1e-5 * exact[kept].abs().amax(dim=1)).all()
+        assert ((best[kept, 0] - judged[kept].amax(dim=1)).abs() < 1e-5 * judged[kept].abs().amax(dim=1)).all()
         assert (bounds[kept] >= exact[kept]).all(), "a logit lies above its bound"
-        left = (bounds[kept] >= screen_ref(x[kept], screen)[1].amax(dim=1, keepdim=True)).sum(dim=1)
+        chosen = best[:, 0].clone()
+        logits, sampling = torch.mm(x, weight.t(), out_dtype=torch.float32), SamplingScratch.allocate(batch, "cuda")
+        sample_tokens(logits, rows, seq_lens, tokens, sampling, all_greedy=False)
+        settle_ties(x, weight, screen, logits, rows, seq_lens, scratch=scratch, tokens=tokens, best=sampling.best)
+        assert torch.equal(tokens, want), f"B{batch} settled: {tokens.tolist()} != {want.tolist()}"
+        assert torch.equal(sampling.best[kept, 0], chosen[kept]), "another sum than the screened one"
+        factor, drawn = inverse[kept], (noise * (rows.temperature > 0)[:, None])[kept]
+        floor = (screen_ref(x[kept], screen)[1] * factor + drawn).amax(dim=1, keepdim=True)
+        left = (bounds[kept] * factor + drawn >= floor).sum(dim=1)
         least, most = min(least, int(left.min())), max(most, int(left.max()))
     return f"words are fp64's, {least} to {most} of 201,088 looked at twice"
 
@@ -242,30 +256,30 @@ def check_step(experts: str = "mxfp4", largest: float = 5e-2, rms: float = 2e-2)
     for rows in (8, 33):
         decode = random_decode(config, weights, rows, 1000)
         first = decode.token_ids.clone()
-        decode.step(rows, all_greedy=False)
+        decode.step(rows, needs_logits=True)
         eager, tokens = decode.logits[:rows].clone(), decode.token_ids.clone()
-        for all_greedy in (False, True):
+        for needs_logits in (True, False):
             decode.token_ids.copy_(first)
-            decode.capture(rows, all_greedy=all_greedy)
+            decode.capture(rows, needs_logits=needs_logits)
             for _ in range(2):
                 decode.token_ids.copy_(first)
                 decode.logits.fill_(float("nan"))
-                decode.replay(rows, all_greedy=all_greedy)
-                assert all_greedy or torch.equal(decode.logits[:rows], eager), "graph replay differs from eager"
+                decode.replay(rows, needs_logits=needs_logits)
+                assert not needs_logits or torch.equal(decode.logits[:rows], eager), "graph replay differs from eager"
                 assert torch.equal(decode.token_ids, tokens), "greedy rows choose another word than beside sampled ones"
         if rows == 8:
             decode.token_ids.copy_(first)
-            decode.step(3, all_greedy=False)
+            decode.step(3, needs_logits=True)
             assert torch.equal(decode.logits[:3], eager[:3]), "a row depends on its batch"
             decode.token_ids.copy_(first)
             decode.inputs.seq_lens[5:] = 0
-            decode.step(8, all_greedy=False)
+            decode.step(8, needs_logits=True)
             assert torch.equal(decode.logits[:5], eager[:5]), "padded rows change others"
             decode.inputs.seq_lens[5:] = 1000
         decode.token_ids.copy_(first)
         runs, cuda_library.runs = cuda_library.runs, lambda tensor: False
         try:
-            decode.step(rows, all_greedy=False)
+            decode.step(rows, needs_logits=True)
         finally:
             cuda_library.runs = runs
         lines.append(f"B{rows} {errors(eager, decode.logits[:rows], f'step B{rows}', largest, rms)}")

@@ -18,7 +18,7 @@ from kernels.experts_prefill import experts_down, experts_gate_up
 from kernels.moe_decode import FORMS, launch_experts
 from kernels.moe_decode_fp8 import quantize_by_expert
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
-from kernels.vocabulary import MAX_SCREENED_TOKENS, ScreenScratch, launch_screen, likeliest_words
+from kernels.vocabulary import MAX_SCREENED_TOKENS, ScreenScratch, choose_words
 from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
 
@@ -161,19 +161,21 @@ def _dense_case(config: ModelConfig, weights: DecodeWeights, batch: int, pool) -
 
 
 def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
-    x, out, head = randn(batch, 2880), torch.empty(batch, config.vocab_size, device="cuda"), weights.lm_head
+    x, out, head = randn(batch, 2880), torch.empty(batch, config.vocab_size, device="cuda"), weights.vocabulary.weight
     yield "logits cublas", batch, graph_us([lambda: torch.mm(x, head.t(), out_dtype=torch.float32, out=out)] * 3), head.nbytes
     lens = torch.full((batch,), 8192, dtype=torch.int32, device="cuda")
     tokens, scratch, rows = torch.zeros_like(lens), SamplingScratch.allocate(batch, "cuda"), SamplingRows.greedy(batch, "cuda")
     if batch <= MAX_SCREENED_TOKENS:
-        screen, own = weights.screen, ScreenScratch.allocate(batch, "cuda")
-        run = [partial(launch_screen, x, screen, out, own)] * 3
-        yield "screen", batch, graph_us(run), screen.codes.nbytes
-        both = partial(likeliest_words, x, head, screen, lens, bounds=out, scratch=own, tokens=tokens, best=scratch.best)
-        yield "screen and rescore", batch, graph_us([both] * 3), screen.codes.nbytes
+        screen, own = weights.vocabulary.screen, ScreenScratch.allocate(batch, "cuda")
+        for temperature in (0.0, 1.0):
+            rows.temperature.fill_(temperature)
+            run = partial(choose_words, x, head, screen, rows, lens, bounds=out, scratch=own, tokens=tokens, best=scratch.best)
+            yield f"screened words, temperature {temperature:.0f}", batch, graph_us([run] * 3), screen.codes.nbytes
+        rows.temperature.fill_(0.0)
     out.normal_()
     yield "greedy", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
     rows.temperature.fill_(1.0)
+    yield "sample", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes
     rows.top_k.fill_(50)
     rows.top_p.fill_(0.95)
     yield "sample top-k top-p", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes

@@ -15,12 +15,12 @@ from benchmarks.prefill_random import RandomWeights
 from kernels.experts_prefill import down_order, gate_up_order
 from kernels.moe_decode import CODE_BYTES, UNIT_BYTES, UNIT_ROWS, ExpertWeights
 from kernels.moe_decode_fp8 import Fp8ExpertWeights
-from kernels.vocabulary import make_screen
 from model.config import ModelConfig
 from model.decode_cuda import CudaDecode, DecodeLayer, DecodeWeights
 from model.decode_experts import DecodeExperts
 from model.fp8_experts import Fp8Weight
 from model.kv_cache import KVCache
+from model.next_words import pack_vocabulary
 
 BLOCK_SIZE = 16
 SCALE_BYTES = (246, 249)  # scales of 2^-7 .. 2^-5, as real checkpoints have
@@ -89,7 +89,7 @@ def random_weights(config: ModelConfig, weights: str = "mxfp4") -> DecodeWeights
     """Units: weights: the experts' format, a key of `EXPERTS`"""
     layers = tuple(random_layer(config, experts) for experts in islice(EXPERTS[weights](config), config.num_layers))
     embed, lm_head = randn(config.vocab_size, config.hidden_size), randn(config.vocab_size, config.hidden_size, std=0.02)
-    return DecodeWeights(embed, layers, 1 + randn(config.hidden_size, std=0.1), lm_head, make_screen(lm_head))
+    return DecodeWeights(embed, layers, 1 + randn(config.hidden_size, std=0.1), pack_vocabulary(lm_head, 0))
 
 
 def shuffled_table(rows: int, width: int) -> Tensor:

@@ -47,6 +47,9 @@ class SamplingRows:
             full(0, torch.int64),
         )
 
+    def first(self, rows: int) -> SamplingRows:
+        return SamplingRows(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.min_p[:rows], self.seed[:rows])
+
 
 @dataclass(frozen=True)
 class SamplingScratch:

@@ -1,8 +1,9 @@
-"""The likeliest word of up to 16 tokens without reading all of the vocabulary's weights: half their bytes, the same word.
+"""The next words of up to 16 rows without reading all of the vocabulary's weights: half their bytes, the same words.
 
 An 8-bit copy of the weights gives each logit with a bound of its error, by the Cauchy-Schwarz inequality; only words whose upper bound
-reaches the largest lower bound can be the likeliest, and their logits are computed from the bf16 weights. Why and at what price:
-docs/decisions/screened-words.md. Owns that copy's layout, the kernels' buffers and the plain twins. Called by `model/decode_cuda.py`.
+reaches the largest lower bound can win, greedily or with the noise that samples them, and their logits are computed from the bf16 weights.
+Why and at what price: docs/decisions/screened-words.md. Owns that copy's layout, the kernels' buffers and the plain twins. Called by
+`model/decode_cuda.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import cuda_library
-from kernels.sampling_cuda import BAD_LOGITS
+from kernels.sampling_cuda import SamplingRows, sample_ref
 
 MAX_SCREENED_TOKENS = 16
 PARTS = 64
@@ -91,21 +92,33 @@ def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales, best
 
 
-def likeliest_words(
-    x: Tensor, weight: Tensor, screen: Screen, seq_lens: Tensor, *, bounds: Tensor, scratch: ScreenScratch, tokens: Tensor, best: Tensor
+def choose_words(
+    x: Tensor,
+    weight: Tensor,
+    screen: Screen,
+    rows: SamplingRows,
+    seq_lens: Tensor,
+    *,
+    bounds: Tensor,
+    scratch: ScreenScratch,
+    tokens: Tensor,
+    best: Tensor,
 ) -> None:
-    """The word of the largest logit of each row, the lower of equal ones, and that logit.
+    """The next word of each row, greedy or sampled by its temperature alone; the lower id of equal ones.
 
     Shapes: x [B, C], weight [V, C] bf16, B up to 16; seq_lens [B] int32, 0 for a padded row; bounds [B, V] fp32 scratch
     Shapes: tokens [B] int32 out: a word, BAD_LOGITS where a logit is NaN or infinite, 0 for padded rows
-    Shapes: best [B, P] fp32, the first of a row out
+    Shapes: best [B, P] fp32, the first of a row out: the word's logit, or logit / temperature + noise
+    Units: rows: without filters, but for rows nobody looks at
     Effects: two kernels; no host sync; capturable
     """
     if not cuda_library.runs(x):
-        _choose_ref(x, weight, seq_lens, tokens, best)
+        logits = x.float() @ weight.float().t()
+        tokens.copy_(sample_ref(logits, rows, seq_lens))
+        best[:, 0] = logits.gather(1, tokens.clamp(min=0).long().to(logits.device)[:, None])[:, 0]
         return
-    launch_screen(x, screen, bounds, scratch)
-    launch_rescore(x, weight, bounds, scratch, seq_lens, tokens, best)
+    launch_screen(x, screen, rows, seq_lens, bounds, scratch)
+    launch_rescore(x, weight, bounds, scratch, rows, seq_lens, tokens, best)
 
 
 def settle_ties(
@@ -113,44 +126,41 @@ def settle_ties(
     weight: Tensor,
     screen: Screen,
     logits: Tensor,
+    rows: SamplingRows,
     seq_lens: Tensor,
-    temperature: Tensor | None,
     *,
     scratch: ScreenScratch,
     tokens: Tensor,
     best: Tensor,
 ) -> None:
-    """After a greedy pass over `logits` from the library: the same choice as `likeliest_words` makes, should rounding decide between words.
+    """After `sample_tokens` over `logits` from the library: rows without filters get the word that `choose_words` gives them, should
+    rounding decide between words.
 
-    Shapes: logits [B, V] fp32; temperature [B] fp32 or None: rows that have one are left alone
-    Shapes: best in: the first of a row is its largest logit; the others as in `likeliest_words`
+    Shapes: logits [B, V] fp32; tokens, best: as `sample_tokens` left them; the others as in `choose_words`
     Effects: one kernel; no host sync; capturable
     """
-    if not cuda_library.runs(x):
-        chosen = seq_lens if temperature is None else torch.where(temperature > 0, -1, seq_lens)
-        _choose_ref(x, weight, chosen, tokens, best)
-        return
-    launch_rescore(
-        x, weight, logits, scratch, seq_lens, tokens, best, temperature=temperature, slack=_LIBRARY_ROUNDING * screen.largest_norm
-    )
+    if cuda_library.runs(x):
+        slack = _LIBRARY_ROUNDING * screen.largest_norm
+        launch_rescore(x, weight, logits, scratch, rows, seq_lens, tokens, best, slack=slack)
 
 
-def launch_screen(x, screen: Screen, bounds, scratch: ScreenScratch) -> None:
+def launch_screen(x, screen: Screen, rows: SamplingRows, seq_lens, bounds, scratch: ScreenScratch) -> None:
     """Upper bounds of all logits, and in `scratch.floors` the largest lower bound. Raises: KernelError for more than 16 rows"""
     device = x.device.index or 0
     cuda_library.call(
-        "vocabulary", "tandem_screen", x, screen.codes, screen.terms, bounds, scratch.floors, *x.shape, screen.terms.shape[0],
-        cuda_library.multiprocessors(device),
+        "vocabulary", "tandem_screen", x, screen.codes, screen.terms, rows.temperature, rows.seed, seq_lens, bounds, scratch.floors,
+        *x.shape, screen.terms.shape[0], cuda_library.multiprocessors(device),
     )  # fmt: skip
 
 
 def launch_rescore(
-    x, weight, bounds, scratch: ScreenScratch, seq_lens, tokens, best, *, temperature=None, slack: float | None = None
+    x, weight, bounds, scratch: ScreenScratch, rows: SamplingRows, seq_lens, tokens, best, *, slack: float | None = None
 ) -> None:
     """The choice among words whose bound reaches the floor; `slack` None: the floor is `scratch.floors`."""
     cuda_library.call(
-        "vocabulary", "tandem_rescore", x, weight, bounds, scratch.floors if slack is None else None, temperature, seq_lens, tokens, best,
-        scratch.part_best, scratch.part_id, scratch.arrived, *x.shape, weight.shape[0], PARTS, best.shape[1], slack or 0.0,
+        "vocabulary", "tandem_rescore", x, weight, bounds, scratch.floors if slack is None else None, rows.temperature, rows.top_k,
+        rows.top_p, rows.min_p, rows.seed, seq_lens, tokens, best, scratch.part_best, scratch.part_id, scratch.arrived, *x.shape,
+        weight.shape[0], PARTS, best.shape[1], slack or 0.0,
     )  # fmt: skip
 
 
@@ -166,13 +176,3 @@ def screen_ref(x: Tensor, screen: Screen) -> tuple[Tensor, Tensor]:
     x_norm, x_missed = x.norm(dim=1, keepdim=True), 0.51 * step * x.shape[1] ** 0.5
     off = 1.001 * (missed * x_norm + norm * x_missed) + norm * x_norm / 65536 + value.abs() / 2**20
     return (value + off).float(), (value - off).float()
-
-
-def _choose_ref(x: Tensor, weight: Tensor, seq_lens: Tensor, tokens: Tensor, best: Tensor) -> None:
-    """Rows with a negative length are left alone."""
-    logits = x.float() @ weight.float().t()
-    top, word = logits.max(dim=1)
-    word = torch.where(logits.isfinite().all(dim=1), word.int(), BAD_LOGITS)
-    chosen = seq_lens >= 0
-    tokens.copy_(torch.where(chosen, torch.where(seq_lens == 0, 0, word), tokens))
-    best[:, 0] = torch.where(chosen, top, best[:, 0])

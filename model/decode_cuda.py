@@ -27,16 +27,15 @@ from kernels.decode_fused import (
     partial_projection,
     prepare_step,
     qkv_rope_write,
-    vocabulary_logits,
 )
 from kernels.moe_decode import ExpertOutputs
 from kernels.peers import Peers
 from kernels.reference import yarn_inv_freq_ref
-from kernels.sampling_cuda import SamplingRows, SamplingScratch, sample_tokens
-from kernels.vocabulary import MAX_SCREENED_TOKENS, Screen, ScreenScratch, likeliest_words, make_screen, settle_ties
+from kernels.sampling_cuda import SamplingRows
 from model.config import ModelConfig
 from model.decode_experts import DecodeExperts, pack_decode_experts
 from model.kv_cache import KVCache
+from model.next_words import NextWords, Vocabulary, WordScratch, pack_vocabulary
 from model.shards import LayerShard, ShardWeights
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -64,14 +63,12 @@ class DecodeLayer:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """Shapes: embed [V, C]; lm_head [local rows, C], those from `vocab_start` on; norm [C]; all bf16; screen of lm_head"""
+    """Shapes: embed [V, C]; norm [C]; both bf16"""
 
     embed: Tensor
     layers: tuple[DecodeLayer, ...]
     norm: Tensor
-    lm_head: Tensor
-    screen: Screen
-    vocab_start: int = 0
+    vocabulary: Vocabulary
 
 
 def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -> DecodeWeights:
@@ -84,7 +81,7 @@ def pack_weights(shard: ShardWeights, layers: deque[LayerShard] | None = None) -
     packed = []
     while left:
         packed.append(_pack_layer(left.popleft()))
-    return DecodeWeights(shard.embed, tuple(packed), shard.norm, shard.lm_head, make_screen(shard.lm_head), shard.vocab_start)
+    return DecodeWeights(shard.embed, tuple(packed), shard.norm, pack_vocabulary(shard.lm_head, shard.vocab_start))
 
 
 def _pack_layer(layer: LayerShard) -> DecodeLayer:
@@ -170,9 +167,7 @@ class _Scratch:
         self.cos_sin = fp32(rows, config.head_dim // 2, 2)
         self.full_slots, self.sliding_slots = ints(rows), ints(rows)
         self.split = SplitWorkspace.allocate(rows, kv_heads, kv_tokens, device)
-        self.logits = fp32(vocabulary_rows, vocab)
-        self.sampling = SamplingScratch.allocate(rows, device)
-        self.screen = ScreenScratch.allocate(min(rows, MAX_SCREENED_TOKENS), device)
+        self.words = WordScratch.allocate(rows, vocab, device)
 
 
 def _make_inputs(config: ModelConfig, rows: int, max_positions: int, block_size: int, device: torch.device | str) -> StepInputs:
@@ -184,7 +179,7 @@ def buffer_bytes(config: ModelConfig, weights: DecodeWeights, *, max_batch: int,
     """Device memory of a `CudaDecode`'s own buffers, but for the part of its attention workspace that grows with the KV pool."""
     layer = weights.layers[0]
     kv_heads = (layer.qkv.shape[0] // config.head_dim - layer.sinks.shape[0]) // 2
-    scratch = _Scratch(config, layer, weights.lm_head.shape[0], max_batch, 0, kv_heads, "meta")
+    scratch = _Scratch(config, layer, weights.vocabulary.weight.shape[0], max_batch, 0, kv_heads, "meta")
     return _nbytes(scratch) + _nbytes(_make_inputs(config, max_batch, max_positions, BLOCK_SIZE, "meta"))
 
 
@@ -237,7 +232,7 @@ class CudaDecode:
         self.results = torch.zeros(STATUS_WORDS + max_batch, dtype=torch.int32, device=device)
         self.token_ids = self.results[STATUS_WORDS:]
         kv_tokens = min(max_batch * max_positions, kv.full.shape[1] * self.block_size)
-        vocab = weights.lm_head.shape[0]
+        vocab = weights.vocabulary.weight.shape[0]
         self._scratch = _Scratch(config, weights.layers[0], vocab, max_batch, kv_tokens, kv.full.shape[3], device)
         inv_freq, self._concentration = yarn_inv_freq_ref(
             config.head_dim,
@@ -249,18 +244,25 @@ class CudaDecode:
         )
         self._inv_freq = inv_freq.to(device)
         self._peers = open_peers(self.results[:1]) if open_peers is not None else None
+        self._words = NextWords(weights.vocabulary, self._scratch.words, max_batch, device, self._peers)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     @property
     def logits(self) -> Tensor:
-        """[max_batch, V] fp32 of the last step, if that was not `all_greedy`; rows past its bucket are stale. In a group: on rank 0."""
-        return self._scratch.logits[: self.inputs.seq_lens.shape[0]] if self._peers is None else self._peers.logits
+        """[max_batch, V] fp32 of the last step, if that was one with `needs_logits`; rows past its bucket are stale. In a group: on
+        rank 0."""
+        return self._words.logits if self._peers is None else self._peers.logits
+
+    def can_screen(self, rows: int) -> bool:
+        """Whether rows that have a temperature, but no filter, get their words without anybody's logits."""
+        return self._words.can_screen(rows)
 
     @torch.no_grad()
-    def step(self, rows: int, *, all_greedy: bool = True) -> None:
+    def step(self, rows: int, *, needs_logits: bool = False) -> None:
         """Enqueues one step of the first `rows` rows on the current stream; the tokens land in `token_ids`.
 
-        Units: all_greedy: no row has a temperature, and nobody wants the logits of a group; the same on all ranks
+        Units: needs_logits: somebody wants them, or a row has a filter; or just a temperature, in a group or where there are more than
+            `MAX_SCREENED_TOKENS` rows. The same on all ranks
         """
         inputs, s, config = self.inputs, self._scratch, self.config
         eps = config.rms_norm_eps
@@ -286,7 +288,7 @@ class CudaDecode:
             self._attention(index, layer, rows)
             outputs = self._experts(index, layer, rows)
             self._combine(layer, outputs, layers[index + 1].attn_norm if index + 1 < len(layers) else self._weights.norm, rows)
-        self._pick_tokens(rows, all_greedy)
+        self._words.pick(s.normed, inputs.sampling.first(rows), inputs.seq_lens[:rows], self.token_ids[:rows], needs_logits=needs_logits)
 
     def _attention(self, index: int, layer: DecodeLayer, rows: int) -> None:
         inputs, s = self.inputs, self._scratch
@@ -341,44 +343,7 @@ class CudaDecode:
             rows=outputs.rows,
         )
 
-    def _pick_tokens(self, rows: int, all_greedy: bool) -> None:
-        """Greedy rows get the likeliest word, in a group the best of what each rank found among its own; then sampled rows theirs, in a
-        group by rank 0, which gets all logits and tells the tokens. Up to 16 rows a greedy row's word comes from the same sums whether
-        it is screened or chosen beside sampled rows."""
-        s, weights, peers = self._scratch, self._weights, self._peers
-        tokens, logits, seq_lens = self.token_ids[:rows], s.logits[:rows], self.inputs.seq_lens[:rows]
-        screened = rows <= MAX_SCREENED_TOKENS
-        x, best = s.normed[:rows], s.sampling.best[:rows]
-        if all_greedy and screened:
-            likeliest_words(
-                x, weights.lm_head, weights.screen, seq_lens, bounds=logits, scratch=s.screen, tokens=tokens, best=best
-            )  # fmt: skip
-        else:
-            # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
-            vocabulary_rows = max(rows, MAX_STREAMED_TOKENS)
-            vocabulary_logits(s.normed[:vocabulary_rows], weights.lm_head, s.logits[:vocabulary_rows])
-            alone = peers is None
-            sampling = self._sampling_rows(rows)
-            sample_tokens(logits, sampling, seq_lens, tokens, s.sampling, all_greedy=all_greedy or not alone)
-            if screened:
-                temperature = sampling.temperature if alone else None
-                settle_ties(x, weights.lm_head, weights.screen, logits, seq_lens, temperature, scratch=s.screen, tokens=tokens, best=best)
-        if peers is None:
-            return
-        peers.meet_best(s.sampling, seq_lens, tokens, weights.vocab_start)
-        if not all_greedy:
-            peers.push_logits(logits, weights.vocab_start)
-            if peers.rank == 0:
-                sample_tokens(
-                    peers.logits[:rows], self._sampling_rows(rows), seq_lens, tokens, s.sampling, all_greedy=False, keep_greedy=True
-                )  # fmt: skip
-            peers.spread_tokens(tokens)
-
-    def _sampling_rows(self, rows: int) -> SamplingRows:
-        p = self.inputs.sampling
-        return SamplingRows(p.temperature[:rows], p.top_k[:rows], p.top_p[:rows], p.min_p[:rows], p.seed[:rows])
-
-    def capture(self, rows: int, *, all_greedy: bool = True) -> None:
+    def capture(self, rows: int, *, needs_logits: bool = False) -> None:
         """Records the graph of one bucket.
 
         Effects: runs the step twice on a side stream first (compiles, loads); needs valid inputs, overwrites token_ids and KV slots
@@ -387,20 +352,20 @@ class CudaDecode:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.step(rows, all_greedy=all_greedy)
+                self.step(rows, needs_logits=needs_logits)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.step(rows, all_greedy=all_greedy)
-        self._graphs[rows, all_greedy] = graph
+            self.step(rows, needs_logits=needs_logits)
+        self._graphs[rows, needs_logits] = graph
 
-    def replay(self, rows: int, *, all_greedy: bool = True) -> None:
+    def replay(self, rows: int, *, needs_logits: bool = False) -> None:
         """Enqueues the recorded step of a bucket."""
-        self._graphs[rows, all_greedy].replay()
+        self._graphs[rows, needs_logits].replay()
 
-    def run(self, rows: int, *, all_greedy: bool) -> None:
+    def run(self, rows: int, *, needs_logits: bool) -> None:
         """Enqueues a step of the first `rows` rows: the recorded one if there is one."""
-        if (rows, all_greedy) in self._graphs:
-            self.replay(rows, all_greedy=all_greedy)
+        if (rows, needs_logits) in self._graphs:
+            self.replay(rows, needs_logits=needs_logits)
         else:
-            self.step(rows, all_greedy=all_greedy)
+            self.step(rows, needs_logits=needs_logits)

@@ -64,8 +64,8 @@ class CudaDecodeStep:
     def capture(self) -> None:
         """Records the graphs of all buckets. Effects: all rows are padded ones meanwhile; takes seconds"""
         for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
-            for all_greedy in (True, False):
-                self._decode.capture(bucket, all_greedy=all_greedy)
+            for needs_logits in (False, True):
+                self._decode.capture(bucket, needs_logits=needs_logits)
 
     def launch(self, rows: StepRows, states: Sequence[SamplingState] | None) -> None:
         """As `model/decode_step.py` says. Effects: enqueues an upload, the step and a download; returns at once"""
@@ -78,7 +78,8 @@ class CudaDecodeStep:
         for name, values in side.sampling.items():
             values[[place.row for place in places]] = [getattr(w or GREEDY, name) for w in wanted]
         decode.inputs.packed.copy_(side.packed, non_blocking=True)
-        decode.run(next(b for b in self._buckets if b >= len(places)), all_greedy=rows.is_greedy)
+        bucket = next(b for b in self._buckets if b >= len(places))
+        decode.run(bucket, needs_logits=not (rows.is_greedy or (decode.can_screen(bucket) and all(map(_has_no_filter, wanted)))))
         side.results.copy_(decode.results, non_blocking=True)
         if side.done is not None:
             side.done.record()
@@ -128,6 +129,10 @@ class CudaDecodeStep:
                 table.copy_(torch.tensor(view.full_blocks, dtype=torch.int32))
                 self._decode.inputs.full_table[place.row, : len(view.full_blocks)].copy_(table, non_blocking=True)
                 self._tables[place.row] = known
+
+
+def _has_no_filter(wanted: DeviceSampling | None) -> bool:
+    return wanted is not None and (wanted.top_k, wanted.top_p, wanted.min_p) == (0, 1.0, 0.0)
 
 
 def _source(view: SequenceView, follows: bool, place: Place) -> int:

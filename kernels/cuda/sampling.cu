@@ -1,11 +1,9 @@
-// Greedy choice and sampling over the vocabulary. Random numbers are Philox4x32-10 of (seed, position, token id), so that a row's token
-// depends on its own logits and parameters alone. Masses are added as integers: the order of additions can't change a token.
-#include "primitives.cuh"
+// Greedy choice and sampling over the vocabulary's logits. Masses are added as integers: the order of additions can't change a token.
+#include "sampling.cuh"
 
 namespace {
 
 constexpr int kThreads = 1024, kBins = 2048;
-constexpr int kBadLogits = -1;
 
 struct SampleArgs {
   const float* logits;           // [rows, vocab]
@@ -16,45 +14,18 @@ struct SampleArgs {
   const long long* seed;         // [rows]
   const int32_t* seq_lens;       // [rows]: position of the new token; 0 for a padded row
   int32_t* tokens;               // [rows]: token id, or -1 when a logit is NaN or infinite
-  float* best;                   // [rows, parts] scratch of the greedy pass
+  float* best;                   // [rows, parts] scratch; in the end a row's largest logit, then what its sampled token won with
   int32_t* best_id;              // [rows, parts]
   int32_t* arrived;              // [rows], zero before and after
   int vocab, stride;             // of best and best_id
   int keep_greedy;               // rows without a temperature keep their token
 };
 
-__device__ __forceinline__ uint32_t philox(unsigned long long seed, uint32_t position, uint32_t token) {
-  uint32_t c0 = token, c1 = position, c2 = 0, c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-  for (int i = 0; i < 10; i++) {
-    const uint32_t h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h1 = __umulhi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
-    c0 = h1 ^ c1 ^ k0;
-    c1 = l1;
-    c2 = h0 ^ c3 ^ k1;
-    c3 = l0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return c0;
-}
-
-// Standard Gumbel noise; the largest (logit / temperature + noise) is a sample of the softmax.
-__device__ __forceinline__ float gumbel(unsigned long long seed, uint32_t position, uint32_t token) {
-  const float u = (static_cast<float>(philox(seed, position, token) >> 8) + 0.5f) * (1.0f / 16777216.0f);
-  return -logf(-logf(u));
-}
-
 // Order-preserving map of floats to unsigned integers.
 __device__ __forceinline__ uint32_t to_key(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-struct Best {
-  float value;
-  int id;
-};
-__device__ __forceinline__ Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a; }
-
 // The block's largest value, ties to the lower id; every thread gets it. `scratch` is 32 of each.
 __device__ __forceinline__ Best block_best(Best mine, float* values, int* ids) {
   for (int step = 16; step > 0; step >>= 1)
@@ -67,7 +38,6 @@ __device__ __forceinline__ Best block_best(Best mine, float* values, int* ids) {
   return mine;
 }
 
-constexpr int kNotFinite = 1 << 30;  // an id that outranks every token and marks a row that can't be sampled
 __device__ __forceinline__ Best candidate(float x, int id) { return fabsf(x) <= 3.0e38f ? Best{x, id} : Best{INFINITY, -kNotFinite}; }
 
 // grid (parts, rows): largest logit of a part; the block that comes last compares the parts. Rows with a temperature are left to
@@ -185,15 +155,14 @@ __global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a) {
     floor_key = max(floor_key, key);
   }
   if (min_p > 0.0f) floor_key = max(floor_key, to_key(top + logf(min_p) * temperature));
-  const unsigned long long seed = static_cast<unsigned long long>(__ldg(a.seed + row));
-  const uint32_t position = static_cast<uint32_t>(__ldg(a.seq_lens + row));
+  const Draw draw = draw_of(temperature, __ldg(a.seed + row), __ldg(a.seq_lens + row));
   Best mine = {-INFINITY, kNotFinite};
   for (int i = threadIdx.x; i < a.vocab; i += blockDim.x) {
     const float x = __ldcg(logits + i);
-    if (to_key(x) >= floor_key) mine = better(mine, {x * inverse + gumbel(seed, position, i), i});
+    if (to_key(x) >= floor_key) mine = better(mine, {perturbed(draw, x, i), i});
   }
   mine = block_best(mine, values, ids);
-  if (threadIdx.x == 0) a.tokens[row] = mine.id;
+  if (threadIdx.x == 0) a.tokens[row] = mine.id, a.best[row * a.stride + 1] = mine.value;
 }
 
 }  // namespace

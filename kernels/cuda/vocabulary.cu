@@ -1,14 +1,13 @@
-// The likeliest word without reading all of the vocabulary's weights. `screen` multiplies an 8-bit copy of them and bounds every logit from
-// above; `rescore` computes, from the bf16 weights, those few logits whose bound reaches the largest lower bound. Every other logit is
-// smaller for certain, so the choice is that of all logits computed as `rescore` does it.
-#include "primitives.cuh"
+// The next words without reading all of the vocabulary's weights. `screen` multiplies an 8-bit copy of them and bounds every logit from
+// above; `rescore` computes, from the bf16 weights, those few logits whose bound reaches the largest lower bound, noise and temperature
+// counted. Every other one loses for certain, so the choice is that of all logits computed as `rescore` does it.
+#include "sampling.cuh"
 
 namespace {
 
 constexpr int kWarps = 16, kStages = 8, kUnitBytes = 1024;  // a unit: 16 rows of 64 bytes, in the order of a warp's lanes
 constexpr int kLevels = 32639;                              // the largest 16-bit value whose two digits are signed bytes
 constexpr float kRoundings = 1.0f / 65536;                  // of `rescore`'s sums, as a share of both norms: 97 of 2^-24 each at 2,880 columns
-constexpr int kNotFinite = 1 << 30, kBadLogits = -1;
 constexpr int kNoFloor = -2147483647 - 1;
 
 // Integers in the order of the floats; its own inverse but for -0.
@@ -22,13 +21,17 @@ struct ScreenArgs {
   const uint16_t* x;           // [tokens, columns] bf16
   const unsigned char* codes;  // [tiles, columns / 64, kUnitBytes] int8
   const float4* terms;         // [words]: scale of the codes; norm of what they miss; norm of the weights
+  const float* temperature;    // [tokens], 0 for greedy
+  const long long* seed;       // [tokens]
+  const int32_t* seq_lens;     // [tokens]
   float* bounds;               // [tokens, words]: no logit lies above
-  int32_t* floors;             // [tokens] in the order of floats: raised to the largest lower bound
+  int32_t* floors;             // [tokens] in the order of floats: raised to the largest lower bound of what is chosen by
   int tokens, columns, words, tiles;
 };
 
 struct Token {
   float scale, norm, missed;  // of its 16-bit form; of itself; of what that form misses
+  Draw draw;
 };
 
 __device__ __forceinline__ uint32_t four_bytes(int a, int b, int c, int d) {
@@ -71,7 +74,7 @@ __device__ __forceinline__ Token split_token(const uint16_t* x, int columns, uns
     *reinterpret_cast<uint2*>(at + 512) = make_uint2(four_bytes(low[0], low[1], low[2], low[3]), four_bytes(low[4], low[5], low[6], low[7]));
   }
   const float scale = usable ? most / kLevels : INFINITY - INFINITY;
-  return {scale, sqrtf(squares), 0.51f * scale * sqrtf(static_cast<float>(columns))};
+  return {scale, sqrtf(squares), 0.51f * scale * sqrtf(static_cast<float>(columns)), {}};
 }
 
 // One block an SM. Every warp takes tiles of 16 words by itself; its weights come through a ring of its own, so nobody waits for anybody.
@@ -106,10 +109,11 @@ __global__ void __launch_bounds__(kWarps * 32) screen(ScreenArgs a) {
   wait_for_previous_kernel();
   start_next_kernel();
   for (int n = warp; n < 8 * NT; n += kWarps) {
-    Token token = {0.0f, 0.0f, 0.0f};
+    Token token = {};
     unsigned char* mine = digits + static_cast<size_t>(n / 8) * units * kUnitBytes;
     if (n < a.tokens) {
       token = split_token(a.x + static_cast<size_t>(n) * a.columns, a.columns, mine, n % 8);
+      token.draw = draw_of(__ldg(a.temperature + n), __ldg(a.seed + n), __ldg(a.seq_lens + n));
     } else {
       for (int i = lane; i < units * 8; i += 32)
         *reinterpret_cast<uint4*>(mine + i / 8 * kUnitBytes + i % 8 / 4 * 512 + (n % 8 * 4 + i % 4) * 16) = make_uint4(0, 0, 0, 0);
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kWarps * 32) screen(ScreenArgs a) {
         const float value = w.x * t.scale * fmaf(256.0f, static_cast<float>(high[nt][i]), static_cast<float>(low[nt][i]));
         const float off = 1.001f * (w.y * t.norm + w.z * t.missed) + kRoundings * w.z * t.norm + fabsf(value) * (1.0f / 1048576);
         a.bounds[static_cast<size_t>(n) * a.words + at] = value + off;
-        least[nt][i % 2] = fmaxf(least[nt][i % 2], value - off);
+        least[nt][i % 2] = fmaxf(least[nt][i % 2], perturbed(t.draw, value - off, at));
       }
   }
 
@@ -179,11 +183,15 @@ struct RescoreArgs {
   const uint16_t* x;         // [tokens, columns] bf16
   const uint16_t* weights;   // [words, columns] bf16
   const float* bounds;       // [tokens, words]
-  int32_t* floors;           // [tokens] or null: then `best` less twice `slack` times the token's norm is the floor
-  const float* temperature;  // [tokens] or null: rows that have one are left alone
+  int32_t* floors;           // [tokens] or null: then what won over `bounds`, less what twice `slack` times the token's norm makes of it
+  const float* temperature;  // [tokens], 0 for greedy
+  const int32_t* top_k;      // [tokens], as the two that follow: rows with a filter are left alone
+  const float* top_p;
+  const float* min_p;
+  const long long* seed;     // [tokens]
   const int32_t* seq_lens;   // [tokens], 0 for a padded row
   int32_t* tokens;           // [tokens] out: word, or -1 when a bound is NaN or infinite
-  float* best;               // [tokens, stride]: in as said; out, first of a row: its logit
+  float* best;               // [tokens, stride]: what won in, by logit and by noise; first of a row out: what the word is chosen by
   float* part_best;          // [tokens, parts] scratch
   int32_t* part_id;
   int32_t* arrived;          // [tokens], zero before and after
@@ -191,11 +199,6 @@ struct RescoreArgs {
   float slack;
 };
 
-struct Best {
-  float value;
-  int id;
-};
-__device__ __forceinline__ Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a; }
 __device__ __forceinline__ Best warp_best(Best mine) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1)
@@ -241,13 +244,16 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
     }
     return;
   }
-  if (a.temperature && __ldg(a.temperature + row) > 0.0f) return;
+  const Draw draw = draw_of(__ldg(a.temperature + row), __ldg(a.seed + row), __ldg(a.seq_lens + row));
+  const int top_k = __ldg(a.top_k + row);
+  if (draw.is_noisy && ((top_k > 0 && top_k < a.words) || __ldg(a.top_p + row) < 1.0f || __ldg(a.min_p + row) > 0.0f)) return;
   const uint16_t* x = a.x + static_cast<size_t>(row) * a.columns;
   float floor;
   if (a.floors) {
     floor = from_order(__ldcg(a.floors + row));
   } else {
-    floor = __ldcg(a.best + static_cast<size_t>(row) * a.stride) - 2.0f * a.slack * sqrtf(dot(x, x, a.columns));
+    const float won = __ldcg(a.best + static_cast<size_t>(row) * a.stride + draw.is_noisy);
+    floor = won - 2.0f * a.slack * sqrtf(dot(x, x, a.columns)) * draw.inverse - fabsf(won) * (1.0f / 1048576);
   }
   __syncthreads();
 
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
       for (int i = 0; i < 4; i++) {
         const float bound = __uint_as_float(words[i]);
         if (!(fabsf(bound) <= 3.0e38f)) is_bad = 1;
-        if (bound >= floor) candidates[atomicAdd(&count, 1)] = 4 * quad + i;
+        if (perturbed(draw, bound, 4 * quad + i) >= floor) candidates[atomicAdd(&count, 1)] = 4 * quad + i;
       }
     }
   }
@@ -280,7 +286,7 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
   } else {
     for (int i = warp; i < count; i += kRescoreThreads / 32) {
       const int word = candidates[i];
-      mine = better(mine, {dot(x, a.weights + static_cast<size_t>(word) * a.columns, a.columns), word});
+      mine = better(mine, {perturbed(draw, dot(x, a.weights + static_cast<size_t>(word) * a.columns, a.columns), word), word});
     }
   }
   if (lane == 0) values[warp] = mine.value, ids[warp] = mine.id;
@@ -308,10 +314,11 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
 
 }  // namespace
 
-extern "C" int tandem_screen(const void* x, const void* codes, const void* terms, void* bounds, void* floors, int tokens, int columns,
-                             int words, int blocks, void* stream) {
+extern "C" int tandem_screen(const void* x, const void* codes, const void* terms, const void* temperature, const void* seed,
+                             const void* seq_lens, void* bounds, void* floors, int tokens, int columns, int words, int blocks, void* stream) {
   if (tokens > 16 || columns % 64) return -1;
   const ScreenArgs a = {static_cast<const uint16_t*>(x), static_cast<const unsigned char*>(codes), static_cast<const float4*>(terms),
+                        static_cast<const float*>(temperature), static_cast<const long long*>(seed), static_cast<const int32_t*>(seq_lens),
                         static_cast<float*>(bounds), static_cast<int32_t*>(floors), tokens, columns, words, (words + 15) / 16};
   const int shared = kWarps * kStages * kUnitBytes + (tokens > 8 ? 2 : 1) * columns / 64 * kUnitBytes;
   if (tokens > 8) return launch(screen<2>, dim3(blocks), kWarps * 32, shared, stream, a);
@@ -319,12 +326,15 @@ extern "C" int tandem_screen(const void* x, const void* codes, const void* terms
 }
 
 extern "C" int tandem_rescore(const void* x, const void* weights, const void* bounds, void* floors, const void* temperature,
-                              const void* seq_lens, void* tokens, void* best, void* part_best, void* part_id, void* arrived, int rows,
-                              int columns, int words, int parts, int stride, float slack, void* stream) {
+                              const void* top_k, const void* top_p, const void* min_p, const void* seed, const void* seq_lens, void* tokens,
+                              void* best, void* part_best, void* part_id, void* arrived, int rows, int columns, int words, int parts,
+                              int stride, float slack, void* stream) {
   if (columns % 8 || words % 4) return -1;
   const RescoreArgs a = {static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weights), static_cast<const float*>(bounds),
-                         static_cast<int32_t*>(floors), static_cast<const float*>(temperature), static_cast<const int32_t*>(seq_lens),
-                         static_cast<int32_t*>(tokens), static_cast<float*>(best), static_cast<float*>(part_best),
-                         static_cast<int32_t*>(part_id), static_cast<int32_t*>(arrived), columns, words, stride, slack};
+                         static_cast<int32_t*>(floors), static_cast<const float*>(temperature), static_cast<const int32_t*>(top_k),
+                         static_cast<const float*>(top_p), static_cast<const float*>(min_p), static_cast<const long long*>(seed),
+                         static_cast<const int32_t*>(seq_lens), static_cast<int32_t*>(tokens), static_cast<float*>(best),
+                         static_cast<float*>(part_best), static_cast<int32_t*>(part_id), static_cast<int32_t*>(arrived), columns, words,
+                         stride, slack};
   return launch(rescore, dim3(parts, rows), kRescoreThreads, 16 * (words / 4 / parts + 1), stream, a);
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.sampling_cuda import BAD_LOGITS
+from kernels.sampling_cuda import BAD_LOGITS, SamplingRows, SamplingScratch, gumbel_ref, sample_tokens
 from kernels.vocabulary import (
     NO_FLOOR,
     PARTS,
     ScreenScratch,
+    choose_words,
     launch_screen,
-    likeliest_words,
     make_screen,
     screen_ref,
     settle_ties,
@@ -39,10 +39,11 @@ class Choice:
         self.tokens = torch.full((rows,), POISON, dtype=torch.int32)
         self.best = torch.full((rows, PARTS), torch.nan)
 
-    def run(self, x, weight, seq_lens=None):
+    def run(self, x, weight, seq_lens=None, rows=None):
         seq_lens = torch.ones(len(x), dtype=torch.int32) if seq_lens is None else seq_lens
-        likeliest_words(
-            x, weight, make_screen(weight), seq_lens, bounds=self.bounds, scratch=self.scratch, tokens=self.tokens, best=self.best
+        rows = SamplingRows.greedy(len(x), "cpu") if rows is None else rows
+        choose_words(
+            x, weight, make_screen(weight), rows, seq_lens, bounds=self.bounds, scratch=self.scratch, tokens=self.tokens, best=self.best
         )  # fmt: skip
         assert not self.scratch.arrived.any()
         assert (self.scratch.floors == NO_FLOOR).all()
@@ -55,7 +56,7 @@ def test_bounds_enclose_every_logit_and_equal_the_twin(emulated, rows, words):  
     x, weight = normal(rows, COLUMNS, seed=1), normal(words, COLUMNS, seed=2, std=0.02)
     screen, scratch = make_screen(weight), ScreenScratch.allocate(rows, "cpu")
     upper = torch.full((rows, words), torch.nan)
-    launch_screen(x, screen, upper, scratch)
+    launch_screen(x, screen, SamplingRows.greedy(rows, "cpu"), torch.ones(rows, dtype=torch.int32), upper, scratch)
     exact = x.double() @ weight.double().t()
     want_upper, want_lower = screen_ref(x, screen)
     assert (upper >= exact).all()
@@ -138,25 +139,61 @@ def test_a_rows_word_does_not_depend_on_the_others(emulated):  # noqa: F811
     assert alone.best[0, 0] == together.best[11, 0]
 
 
-def test_ties_of_the_librarys_logits_are_settled_as_the_screen_does(emulated):  # noqa: F811
-    """The library's rounding puts word 12 ahead of word 7, whose logit is larger; a row with a temperature keeps its token."""
+def sampled_rows(temperatures, **filters):
+    rows = SamplingRows.greedy(len(temperatures), "cpu")
+    rows.temperature.copy_(torch.tensor(temperatures))
+    rows.seed.copy_(torch.arange(len(temperatures)) + 40)
+    for name, values in filters.items():
+        getattr(rows, name).copy_(torch.tensor(values))
+    return rows
+
+
+def judged(x, weight, rows, seq_lens):
+    """What words are chosen by, in fp64."""
+    noise = [gumbel_ref(int(seed), int(position), len(weight)) for seed, position in zip(rows.seed, seq_lens, strict=True)]
+    noisy = (rows.temperature > 0)[:, None]
+    return (x.double() @ weight.double().t()) / torch.where(noisy, rows.temperature[:, None], 1.0) + torch.stack(noise) * noisy
+
+
+def test_sampled_words_are_those_of_the_exact_logits(emulated):  # noqa: F811
+    x, weight = normal(9, COLUMNS, seed=24), normal(1000, COLUMNS, seed=25, std=0.2)
+    rows, seq_lens = sampled_rows([0.0, 1.0, 0.01, 0.7, 2.0, 0.0, 1.0, 1.0, 100.0]), torch.arange(5, 14, dtype=torch.int32)
+    choice, want = Choice(9, 1000), judged(x, weight, rows, seq_lens)
+    assert choice.run(x, weight, seq_lens, rows).tolist() == want.argmax(dim=1).tolist()
+    assert torch.allclose(choice.best[:, 0].double(), want.amax(dim=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_ties_of_the_librarys_logits_are_settled_as_the_screen_does(emulated, temperature):  # noqa: F811
+    """The library's rounding puts one word ahead of another that wins by a hair; rows with a filter keep their token."""
     x, weight = normal(3, COLUMNS, seed=20), normal(512, COLUMNS, seed=21, std=0.02)
+    rows = sampled_rows([temperature, 1.0, temperature], top_k=[0, 3, 0])
+    seq_lens = torch.full((3,), 4, dtype=torch.int32)
     weight[[7, 12]] = (x[0] * 0.05).bfloat16()
     logits = x.float() @ weight.float().t()
-    logits[0, 12] = logits[0, 7] + 1e-6 * logits[0, 7].abs()
-    choice = Choice(3, 512)
-    choice.tokens[:] = logits.argmax(dim=1).int()
-    choice.best[:, 0] = logits.amax(dim=1)
-    choice.tokens[1] = POISON
-    temperature, seq_lens = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([4, 4, 4], dtype=torch.int32)
-    assert choice.tokens[0] == 12
-    settle_ties(
-        x, weight, make_screen(weight), logits, seq_lens, temperature, scratch=choice.scratch, tokens=choice.tokens, best=choice.best
-    )  # fmt: skip
-    assert choice.tokens.tolist() == [7, POISON, int(logits[2].argmax())]
+    if temperature:  # the noise decides between equal logits, so the library's error is as large as the difference of the noise
+        noise = gumbel_ref(40, 4, 512) * temperature
+        weight[12 if noise[7] > noise[12] else 7] = 0
+        winner = 7 if noise[7] > noise[12] else 12
+        logits = x.float() @ weight.float().t()
+        loser = (logits[0] + noise).topk(2).indices[1]
+        logits[0, winner] -= 1e-6 * logits[0, winner].abs()
+        assert loser != winner
+    else:
+        winner = 7
+        logits[0, 12] = logits[0, 7] + 1e-6 * logits[0, 7].abs()
+    choice, sampling = Choice(3, 512), SamplingScratch.allocate(3, "cpu")
+    sample_tokens(logits, rows, seq_lens, choice.tokens, sampling, all_greedy=False)
+    before = choice.tokens.clone()
+    if not temperature:
+        assert before[0] == 12
+    settle_ties(x, weight, make_screen(weight), logits, rows, seq_lens, scratch=choice.scratch, tokens=choice.tokens, best=sampling.best)
     same = Choice(3, 512)
-    same.run(x, weight)
-    assert torch.equal(choice.best[[0, 2], 0], same.best[[0, 2], 0])
+    screened = same.run(x, weight, seq_lens, sampled_rows([temperature, 0.0, temperature]))
+    assert choice.tokens[0] == winner == screened[0]
+    assert choice.tokens[1] == before[1]
+    assert choice.tokens[2] == screened[2]
+    assert torch.equal(sampling.best[[0, 2], 0], same.best[[0, 2], 0])
 
 
 def test_cpu_tensors_take_the_twin():

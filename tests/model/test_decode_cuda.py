@@ -95,7 +95,7 @@ def make_case(lens, seed=1, weights="mxfp4"):
 @FORMATS
 def test_step_matches_the_plain_forward(emulated, weights):  # noqa: F811
     decode, want, caches = make_case([1, 127, 129, 600, 40], weights=weights)
-    decode.step(5)
+    decode.step(5, needs_logits=True)
     error, wider = (decode.logits - want).abs(), 5 if weights == "fp8" else 1  # tokens and hidden rows have 4 bits then
     assert error.max() < wider * 3e-2 * want.abs().max(), f"{error.max()} of {want.abs().max()}"
     assert error.square().mean().sqrt() < wider * 2e-2 * want.square().mean().sqrt()  # bf16 activations through four random layers
@@ -108,30 +108,47 @@ def test_step_matches_the_plain_forward(emulated, weights):  # noqa: F811
 def test_padded_rows_and_the_bucket_change_nothing(emulated, weights):  # noqa: F811
     decode, _, caches = make_case([70, 33, 140], weights=weights)
     tokens = decode.token_ids.clone()
-    decode.step(3)
+    decode.step(3, needs_logits=True)
     whole = decode.logits.clone()
     decode.token_ids.copy_(tokens)
     decode.inputs.seq_lens[1] = 0
     before = [caches[0].full.clone(), caches[0].sliding.clone()]
-    decode.step(3)
+    decode.step(3, needs_logits=True)
     assert torch.equal(decode.logits[[0, 2]], whole[[0, 2]])
     assert torch.equal(caches[0].full, before[0])  # rows 0 and 2 wrote the same again, row 1 nothing
     assert torch.equal(caches[0].sliding, before[1])
     assert decode.token_ids[1] == 0
     decode.token_ids.copy_(tokens)
     decode.logits.zero_()
-    decode.step(1)
+    decode.step(1, needs_logits=True)
     assert torch.equal(decode.logits[0], whole[0])
+
+
+def test_words_are_the_same_with_and_without_all_logits(emulated):  # noqa: F811
+    """Greedy rows and rows with a temperature; beside them, with logits, a row with a filter."""
+    decode, _, _ = make_case([70, 33, 140])
+    tokens, rows = decode.token_ids.clone(), decode.inputs.sampling
+    rows.temperature.copy_(torch.tensor([0.0, 0.8, 0.8]))
+    rows.seed.copy_(torch.tensor([1, 2, 3]))
+    decode.step(3)
+    screened = decode.token_ids.clone()
+    decode.token_ids.copy_(tokens)
+    decode.logits.fill_(float("nan"))
+    rows.top_k[2] = 1
+    decode.step(3, needs_logits=True)
+    assert decode.token_ids[:2].tolist() == screened[:2].tolist()
+    assert decode.token_ids[0] == decode.logits[0].argmax()
+    assert decode.token_ids[2] == decode.logits[2].argmax()
 
 
 def test_nan_in_one_sequence_fails_that_row_alone(emulated):  # noqa: F811
     decode, _, caches = make_case([70, 33, 140])
     tokens = decode.token_ids.clone()
-    decode.step(3)
+    decode.step(3, needs_logits=True)
     whole = decode.logits.clone()
     decode.token_ids.copy_(tokens)
     caches[0].full[1, decode.inputs.full_table[1, 0].long()] = float("nan")
-    decode.step(3)
+    decode.step(3, needs_logits=True)
     assert torch.equal(decode.logits[[0, 2]], whole[[0, 2]])
     assert decode.token_ids[1] == -1
 
