@@ -59,7 +59,7 @@ class ScreenScratch:
 
 
 def make_screen(weight: Tensor) -> Screen:
-    """Shapes: weight [V, C] bf16, C in whole 64s. Effects: V x C bytes more on the device, 0.2 GB meanwhile."""
+    """Shapes: weight [V, C] bf16, C in whole 64s. Effects: V x C bytes more on the device, half a gigabyte more meanwhile."""
     rows, columns = weight.shape
     tiles, units = -(-rows // 16), columns // _UNIT_COLUMNS
     codes = torch.zeros(tiles, units, 2, 32, 16, dtype=torch.int8, device=weight.device)

@@ -120,12 +120,6 @@ __device__ __forceinline__ void norm_tokens(uint4 (&b)[1][UNITS], const uint4 (&
 }
 
 constexpr int kNone = -2147483647 - 1;  // below every logit
-// Integers in the order of the floats; its own inverse but for -0.
-__device__ __forceinline__ int order_of(float v) {
-  const int bits = static_cast<int>(__float_as_uint(v + 0.0f));  // -0 is 0
-  return bits ^ (bits >> 31 & 0x7FFFFFFF);
-}
-
 // One warp chooses a token's experts: falling logit, ties to the lower id, NaN as minus infinity; softmax over the chosen.
 __device__ __forceinline__ void choose_experts(const float* logits, int experts, int choices, bool padded, int32_t* ids, float* weights) {
   const int lane = threadIdx.x % 32;
@@ -149,7 +143,7 @@ __device__ __forceinline__ void choose_experts(const float* logits, int experts,
 #pragma unroll
     for (int i = 0; i < 4; i++)
       if (best_id == lane + 32 * i) mine[i] = kNone;
-    const float best = __uint_as_float(static_cast<uint32_t>(top ^ (top >> 31 & 0x7FFFFFFF)));
+    const float best = float_from_order(top);
     if (k == 0) first = best;
     if (lane == k) mine_best = best, mine_id = best_id;
     total += expf(best - first);

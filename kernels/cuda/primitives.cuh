@@ -178,6 +178,13 @@ __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_flo
 __device__ __forceinline__ float bf16_to_float(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 __device__ __forceinline__ uint16_t bf16_from_float(float x) { return static_cast<uint16_t>(bf16x2_pack(x, 0.0f) & 0xFFFFu); }
 
+// Integers in the order of the floats, and back; -0 is 0.
+__device__ __forceinline__ int order_of(float v) {
+  const int bits = static_cast<int>(__float_as_uint(v + 0.0f));
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+__device__ __forceinline__ float float_from_order(int order) { return __uint_as_float(static_cast<uint32_t>(order ^ (order >> 31 & 0x7FFFFFFF))); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);

@@ -10,13 +10,6 @@ constexpr int kLevels = 32639;                              // the largest 16-bi
 constexpr float kRoundings = 1.0f / 65536;                  // of `rescore`'s sums, as a share of both norms: 97 of 2^-24 each at 2,880 columns
 constexpr int kNoFloor = -2147483647 - 1;
 
-// Integers in the order of the floats; its own inverse but for -0.
-__device__ __forceinline__ int order_of(float v) {
-  const int bits = static_cast<int>(__float_as_uint(v + 0.0f));
-  return bits ^ (bits >> 31 & 0x7FFFFFFF);
-}
-__device__ __forceinline__ float from_order(int order) { return __uint_as_float(static_cast<uint32_t>(order ^ (order >> 31 & 0x7FFFFFFF))); }
-
 struct ScreenArgs {
   const uint16_t* x;           // [tokens, columns] bf16
   const unsigned char* codes;  // [tiles, columns / 64, kUnitBytes] int8
@@ -250,7 +243,7 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
   const uint16_t* x = a.x + static_cast<size_t>(row) * a.columns;
   float floor;
   if (a.floors) {
-    floor = from_order(__ldcg(a.floors + row));
+    floor = float_from_order(__ldcg(a.floors + row));
   } else {
     const float won = __ldcg(a.best + static_cast<size_t>(row) * a.stride + draw.is_noisy);
     floor = won - 2.0f * a.slack * sqrtf(dot(x, x, a.columns)) * draw.inverse - fabsf(won) * (1.0f / 1048576);
