@@ -21,15 +21,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from benchmarks.transfer_gpu_faults import FaultMatrix
 from benchmarks.transfer_gpu_groups import Child
 from kernels import cuda_library
 from kv_transfer.transports import nixl
 
 PROMPT = 8192
 PART_S = 25.0
-LONGER_PARTS_S = {"every pair": 40.0, "race": 40.0, "faults": 35.0, "nccl faults": 35.0, "nixl faults": 35.0}
+LONGER_PARTS_S = {"every pair": 40.0, "race": 40.0} | {f"faults {name}": 90.0 for name in ("cuda_ipc", "nccl", "tcp", "nixl")}
 FIRST_COMPILE = ("kv_copy", "device_memory")
 TIMING, RACE, COMMIT = (f"benchmarks.transfer_gpu_{name}" for name in ("timing", "race", "commit"))
 
@@ -56,7 +58,6 @@ class Bench:
         self.children: list[Child] = []
         self.prefill, self.decode = self.start(0), self.start(1)
         self.standby = [self.start(0), self.start(1)]
-        self.spare: dict[int, list[Child]] = {0: [], 1: []}
         signal.signal(signal.SIGALRM, _out_of_time)
 
     def start(self, side: int) -> Child:
@@ -67,11 +68,6 @@ class Bench:
     def ready(self) -> str:
         """Waits for the groups of the first parts. Returns: names of the GPUs"""
         return ", ".join(child.ready().device for child in (self.prefill, self.decode, *self.standby))
-
-    def start_spares(self) -> None:
-        """Groups to be killed and stopped later; they start beside parts that measure no time."""
-        if not self.spare[0]:
-            self.spare = {0: [self.start(0) for _ in range(3)], 1: [self.start(1) for _ in range(6)]}
 
     def next_id(self) -> int:
         self.transfer_id += 1
@@ -105,11 +101,8 @@ class Bench:
 
     def revive(self) -> None:
         """Groups that a failed part may have left in any state are replaced."""
-        kept = [*self.standby, *self.spare[0], *self.spare[1]]
-        for child in self.children:
-            if child not in kept:
-                child.kill()
-        self.children = kept
+        for child in (self.prefill, self.decode):
+            child.kill()
         (self.prefill, self.decode), self.standby = self.standby, [self.start(0), self.start(1)]
 
     def record(self, transport: str, tp_from: int, tp_to: int, nbytes: int, gb_per_s: float, plain: float, **more: object) -> None:
@@ -138,7 +131,6 @@ class Bench:
 
     def every_pair(self) -> None:
         prompts = (1, 15, 17, 127, 129, 1000, 1025)
-        self.start_spares()
         count = 0
         for tp_to in (1, 2, 4):
             self.prefill.ask("drop")
@@ -161,79 +153,6 @@ class Bench:
                  f"written while free {found['changed']}, still open {found['open']}; writers: {errors}")  # fmt: skip
         if found["wrong"]:
             self.say("\n".join(found["wrong"][:3]))
-
-    def faults(self) -> None:
-        """Kill, stop and continue of either side at byte 0, half and end."""
-        self.start_spares()
-        layers, tokens = 12, 1024
-        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens)
-        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0xBEEF)
-        for name, pause_at in (("byte 0", 0), ("half", layers // 2), ("end", layers)):
-            self._decode_dies(name, pause_at, layers, tokens)
-            self._prefill_dies(name, pause_at, layers, tokens)
-        stopped = self.spare[1].pop().ready()
-        stopped.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0x5709)
-        for name, pause_at in (("byte 0", 0), ("half", layers // 2), ("end", layers)):
-            self._decode_stops(stopped, name, pause_at, tokens)
-        stopped.kill()
-
-    def _decode_dies(self, name: str, pause_at: int, layers: int, tokens: int) -> None:
-        victim = self.spare[1].pop().ready()
-        victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), incarnation=0xDEAD0 + pause_at)
-        reservation = victim.ask("reserve", 7, tokens)
-        self.prefill.tell("hand_over", reservation, 7, pause_at=pause_at, hold_ms=30, deadline_s=3.0)
-        self._paused(self.prefill)
-        victim.kill()
-        died = time.monotonic()
-        self.prefill.pipe.send("go on")
-        result = self.prefill.answer(20)
-        self.say(
-            f"decode killed at {name}: prefill free after {time.monotonic() - died:.2f} s, {result['error'] or 'all acknowledged before'}"
-        )
-        self.equal(tokens)
-
-    def _prefill_dies(self, name: str, pause_at: int, layers: int, tokens: int) -> None:
-        victim = self.spare[0].pop().ready()
-        victim.ask("prefill", tp=1, layers=layers, num_tokens=tokens)
-        transfer_id = self.next_id()
-        reservation = self.decode.ask("reserve", transfer_id, tokens)
-        victim.tell("hand_over", reservation, 7, pause_at=pause_at, hold_ms=30)
-        self._paused(victim)
-        victim.kill()
-        time.sleep(1.0)  # what quiet.py waits for
-        self.decode.ask("release", transfer_id)  # poisons its blocks
-        self.equal(tokens)  # and nothing beside these was written meanwhile
-        time.sleep(0.2)
-        self.equal(tokens)
-        self.say(f"prefill killed at {name}: its blocks reused 1 s later, every other byte untouched")
-
-    def _decode_stops(self, stopped: Child, name: str, pause_at: int, tokens: int) -> None:
-        transfer_id = self.next_id()
-        reservation = stopped.ask("reserve", transfer_id, tokens)
-        self.prefill.tell("hand_over", reservation, transfer_id, pause_at=pause_at, hold_ms=30, deadline_s=2.0)
-        self._paused(self.prefill)
-        stopped.signal(signal.SIGSTOP)
-        began = time.monotonic()
-        self.prefill.pipe.send("go on")
-        result = self.prefill.answer(20)
-        free_s = time.monotonic() - began
-        self.equal(tokens)
-        stopped.signal(signal.SIGCONT)
-        if not result["error"]:
-            difference = stopped.ask("difference", transfer_id, transfer_id, alone=True)
-            result["error"] = difference or "all acknowledged, bytes equal after it went on"
-        stopped.ask("release", transfer_id)
-        again = self.next_id()
-        answer = self.prefill.ask("hand_over", stopped.ask("reserve", again, tokens), again)
-        difference = answer["error"] or stopped.ask("difference", again, again, alone=False)
-        stopped.ask("release", again)
-        self.say(
-            f"decode stopped at {name}: prefill free after {free_s:.2f} s, {result['error']}; afterwards {difference or 'equal again'}"
-        )
-
-    def _paused(self, child: Child) -> None:
-        if not child.pipe.poll(20) or child.pipe.recv()[0] != "paused":
-            raise AssertionError("the writer did not come to the place where it should be stopped")
 
     # -- figures -----------------------------------------------------------------------------------------------------------------------
 
@@ -279,41 +198,11 @@ class Bench:
             self.say(f"nccl's own send and receive of {nbytes >> 20} MiB: {own:.0f} GB/s")
         self.rate("nccl", 1)
 
-    def faults_of(self, transport: str) -> None:
-        """A decode group that is killed half-way, one that is stopped and goes on."""
+    def faults(self, transport: str) -> None:
         if transport == "nixl" and not nixl.is_installed():
             self.say("nixl: not installed here")
             return
-        layers, tokens = 12, 1024
-        self.prefill.ask("prefill", tp=1, layers=layers, num_tokens=tokens, transport=transport)
-        self.decode.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=(transport,), incarnation=0xBEEF)
-        self.equal(tokens, transport=transport)
-        for what, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            victim = (self.spare[1].pop() if self.spare[1] else self.start(1)).ready()
-            victim.ask("decode", tp=1, layers=layers, num_blocks=(160, 40), transports=(transport,), incarnation=self.next_id())
-            again = self.next_id()
-            answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)  # both ends know each other now
-            victim.ask("release", again)
-            reservation = victim.ask("reserve", again + 1, tokens)
-            self.next_id()
-            self.prefill.tell("hand_over", reservation, 7, pause_at=layers // 2, hold_ms=30, deadline_s=2.0)
-            self._paused(self.prefill)
-            victim.signal(number)
-            began = time.monotonic()
-            self.prefill.pipe.send("go on")
-            result = self.prefill.answer(20)
-            free_s = time.monotonic() - began
-            self.equal(tokens, transport=transport)
-            line = f"{transport}, decode {what} at half: prefill free after {free_s:.2f} s, {result['error']}; other pair equal"
-            if number == signal.SIGSTOP:
-                victim.signal(signal.SIGCONT)
-                victim.ask("release", again + 1)
-                time.sleep(0.5)
-                again = self.next_id()
-                answer = self.prefill.ask("hand_over", victim.ask("reserve", again, tokens), again)
-                line += f"; after SIGCONT {answer['error'] or victim.ask('difference', again, again, alone=False) or 'equal again'}"
-            victim.kill()
-            self.say(line)
+        FaultMatrix(self, transport).run()
 
     def auto(self) -> None:
         offered = ("cuda_ipc", "nccl", *(("nixl",) if nixl.is_installed() else ()), "tcp")
@@ -389,10 +278,8 @@ def parts(bench: Bench) -> dict[str, Callable[[], None]]:
         "race": bench.race,
         "auto": bench.auto,
         "nixl": bench.nixl,
-        "nccl faults": lambda: bench.faults_of("nccl"),
-        "nixl faults": lambda: bench.faults_of("nixl"),
-        "faults": bench.faults,
         "tcp": lambda: bench.checked("tcp"),
+        **{f"faults {name}": partial(bench.faults, name) for name in ("cuda_ipc", "nccl", "tcp", "nixl")},
     }
 
 

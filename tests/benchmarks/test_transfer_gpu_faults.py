@@ -1,0 +1,137 @@
+"""The matrix of the GPU benchmark's faults, played on groups that only remember what they were told."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+
+from benchmarks import transfer_gpu_faults
+from benchmarks.transfer_gpu_faults import FaultMatrix
+
+
+class Group:
+    """A process of either side that answers as a sound one does; `writes_late`: a writer that ignores that its transfer was revoked."""
+
+    def __init__(self, world, side):
+        self.world, self.side, self.pipe = world, side, self
+        self.is_dead = self.is_stopped = False
+        self.paused = None
+
+    @property
+    def can_answer(self):
+        return not (self.is_dead or self.is_stopped)
+
+    def ready(self):
+        return self
+
+    def ask(self, name, *arguments, alone=False, **options):
+        assert self.can_answer, f"{name} asked of a group that can't answer"
+        held = self.world.held.setdefault(self, {})
+        if name == "reserve":
+            held[arguments[0]] = "granted"
+            return self, arguments[0]
+        if name == "release":
+            assert held.pop(arguments[0], None) is not None
+        if name == "hand_over":
+            decode, number = arguments[0]
+            self.world.held[decode][number] = "written"
+            return {"error": "", "digests": [number]}
+        if name == "difference":
+            if alone and self.world.late is self:
+                return "something beside the hand-over was written"
+            return "" if held[arguments[0]] == "written" else "nothing there"
+        return [arguments[0]] if name == "verify" else None
+
+    def tell(self, name, reservation, seed, *, pause_at, hold_ms, deadline_s):
+        assert name == "hand_over"
+        self.paused = (*reservation, pause_at)
+        self.world.places.append(pause_at)
+
+    def poll(self, timeout_s):
+        return True
+
+    def recv(self):
+        return "paused", None
+
+    def send(self, word):
+        assert word == "go on"
+
+    def answer(self, timeout_s=60.0):
+        """Of the transfer that was broken."""
+        assert self.can_answer
+        decode, number, _ = self.paused
+        if decode.is_dead:
+            return {"error": "PeerLost: gone", "digests": []}
+        if decode.is_stopped:
+            return {"error": "TransferTimeout: silent", "digests": []}
+        if number in self.world.held[decode]:
+            self.world.held[decode][number] = "written"
+            return {"error": "", "digests": [number]}
+        if self.world.writes_late:
+            self.world.late = decode
+        return {"error": "TransferGivenUp: revoked", "digests": []}
+
+    def signal(self, number):
+        self.is_stopped = number == signal.SIGSTOP
+
+    def kill(self):
+        self.is_dead = True
+
+
+class World:
+    def __init__(self, *, writes_late=False):
+        self.writes_late, self.late = writes_late, None
+        self.held, self.records, self.lines, self.places, self.started = {}, [], [], [], []
+        self._numbers = itertools.count(100)
+        self.prefill, self.decode = self.start(0), self.start(1)
+
+    def start(self, side):
+        self.started.append(Group(self, side))
+        return self.started[-1]
+
+    def next_id(self):
+        return next(self._numbers)
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def revive(self):
+        self.late = None
+        self.prefill, self.decode = self.start(0), self.start(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(transfer_gpu_faults.time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
+def test_either_side_breaks_either_way_at_every_place(transport):
+    world = World()
+    FaultMatrix(world, transport).run()
+    cases = {(r["side"], r["fault"], r["place"]) for r in world.records}
+    assert cases == set(itertools.product(("prefill", "decode"), ("killed", "stopped"), ("byte 0", "half", "end")))
+    assert world.places == [0, 6, 12] * 4
+    assert not any("FAILED" in line for line in world.lines)
+    assert all(group.is_dead for group in world.started[2:])  # those that broke; the pair that survived lives
+    assert not world.prefill.is_dead
+    assert not world.held[world.decode]  # every block given back
+    told = {r["outcome"].split(";")[0] for r in world.records if (r["side"], r["fault"]) == ("prefill", "stopped")}
+    assert told == {"its blocks withheld until it spoke" if transport == "cuda_ipc" else "blocks of others meanwhile, late writes refused"}
+
+
+def test_a_late_write_fails_its_case_and_the_others_go_on():
+    world = World(writes_late=True)
+    with pytest.raises(AssertionError, match="tcp, prefill stopped at byte 0; tcp, prefill stopped at half; tcp, prefill stopped at end"):
+        FaultMatrix(world, "tcp").run()
+    assert len(world.records) == 12
+    assert sum(r["outcome"].startswith("FAILED") for r in world.records) == 3
+
+
+def test_a_survivor_that_is_free_too_late_fails_its_case(monkeypatch):
+    clock = itertools.count(0, 4.0)
+    monkeypatch.setattr(transfer_gpu_faults.time, "monotonic", lambda: next(clock))
+    with pytest.raises(AssertionError, match="decode killed at byte 0"):
+        FaultMatrix(World(), "nccl").run()
