@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from cluster.profile import (
     DecodeCell,
@@ -21,14 +20,16 @@ from cluster.profile import (
     Profile,
     TransferCell,
     decode_surface,
+    load_profile,
     prefill_curve,
     save_profile,
 )
-from cluster.sweep_bench import Cell, Result, SweepBench, SweepSettings, room_tokens
+from cluster.sweep_bench import Cell, Result, Role, SweepBench, SweepSettings, room_tokens
 from common.errors import ConfigError
 from common.proto import types_pb2
 from common.versions import NOT_INSTALLED, version_of
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 SOFTWARE = ("tandem", "torch", "triton", "grpcio")
 
 
@@ -50,7 +51,7 @@ def plan_sweep(groups: Sequence[types_pb2.GroupDescription], settings: SweepSett
                 if batch <= group.max_batch and batch * room <= group.capacity_tokens and room <= _longest(group):
                     seconds = (settings.steps * surface.at(batch, batch * context) + batch * fill_ms) / 1e3
                     cells.append(_cell("decode", group, context, batch, seconds))
-    return cells
+    return [cell for cell in cells if settings.role in (None, cell.role)]
 
 
 async def sweep(
@@ -65,11 +66,15 @@ async def sweep(
 ) -> Profile:
     """Measures every cell that the journal does not have yet and writes the profile to `path`.
 
+    Where one role is measured alone, the other's tables are those of the profile at `path`, or of `guess` if there is none: a profile is
+    always whole, and each cell says whether it was measured.
+
     `on_progress(done, total, cell, result)`: before each cell with None, after it with what was measured.
     Raises: ConfigError if there is no group of a role or the journal is of another model; ServingError if a group fails
     """
     cells = plan_sweep(groups, settings, guess)
-    for role in ("prefill", "decode"):
+    kept = _kept_profile(path, settings, guess)
+    for role in ROLES if settings.role is None else (settings.role,):
         if not any(cell.role == role for cell in cells):
             raise ConfigError(f"sweep: no {role} group that could be measured")
     journal = Journal(path.with_name(path.name + ".journal"), f"{model} on {hardware}")
@@ -81,7 +86,7 @@ async def sweep(
                 result = await bench.measure(cell)
                 journal.add(cell, result)
             on_progress(done + 1, len(cells), cell, result)
-    profile = _profile_of(cells, journal.results, model, hardware, settings)
+    profile = _profile_of(cells, journal.results, model, hardware, settings, kept)
     save_profile(profile, path)
     journal.remove()
     return profile
@@ -117,7 +122,13 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def _profile_of(cells: Sequence[Cell], results: dict[str, Result], model: str, hardware: str, settings: SweepSettings) -> Profile:
+def _kept_profile(path: Path, settings: SweepSettings, guess: Profile) -> Profile:
+    return load_profile(path) if settings.role is not None and path.exists() else guess
+
+
+def _profile_of(
+    cells: Sequence[Cell], results: dict[str, Result], model: str, hardware: str, settings: SweepSettings, kept: Profile
+) -> Profile:
     layouts = {(cell.role, cell.tp, cell.ep, cell.weights): None for cell in cells}
     prefill, decode = [], []
     for role, tp, ep, weights in layouts:
@@ -130,15 +141,20 @@ def _profile_of(cells: Sequence[Cell], results: dict[str, Result], model: str, h
                 DecodeCell(batch=c.batch, context_tokens=c.tokens, ms=r.ms, spread_ms=r.spread_ms, how="measured") for c, r in mine
             )
             decode.append(DecodeTable(tp=tp, ep=ep, weights=weights, cells=steps))
+    handovers = [h for cell in cells for h in results[cell.key].handovers]
+    counts = {"prefill": f"{settings.runs} prefills", "decode": f"{settings.steps} decode steps"}
+    obtained = "measured by tandem sweep: median of " + " and of ".join(counts[r] for r in ROLES if settings.role in (None, r))
+    if settings.role is not None:
+        obtained += f"; the other role's cells: {kept.obtained}"
     return Profile(
         model=model,
         hardware=hardware,
         created=datetime.date.today().isoformat(),
-        obtained=f"measured by tandem sweep: median of {settings.runs} prefills, of {settings.steps} decode steps",
+        obtained=obtained,
         software=_software(),
-        prefill=tuple(prefill),
-        decode=tuple(decode),
-        transfer=_transfer_of([h for cell in cells for h in results[cell.key].handovers]),
+        prefill=tuple(prefill) or kept.prefill,
+        decode=tuple(decode) or kept.decode,
+        transfer=_transfer_of(handovers) if handovers else kept.transfer,
     )
 
 
@@ -163,7 +179,7 @@ def _one_per_layout(groups: Sequence[types_pb2.GroupDescription], role: int) -> 
     return sorted(first.values(), key=lambda g: (g.weights, g.layout.tp, g.layout.ep))
 
 
-def _cell(role: Literal["prefill", "decode"], group: types_pb2.GroupDescription, tokens: int, batch: int, seconds: float) -> Cell:
+def _cell(role: Role, group: types_pb2.GroupDescription, tokens: int, batch: int, seconds: float) -> Cell:
     return Cell(role, group.layout.tp, group.layout.ep, group.weights, tokens, batch, seconds)
 
 

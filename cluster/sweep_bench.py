@@ -22,6 +22,8 @@ from common.errors import CapacityError, DeadlineError, ServingError
 from common.proto import types_pb2, worker_pb2
 from common.requests import SamplingParams, sampling_to_proto
 
+Role = Literal["prefill", "decode"]
+
 READY_S = 30.0
 CELL_TIMEOUT_S = 600.0
 SETTLE_STEPS = 3  # after a sequence joined; not counted
@@ -29,7 +31,7 @@ SETTLE_STEPS = 3  # after a sequence joined; not counted
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What to measure. Lengths in tokens; `runs` per prefill length after `warm_up`; `steps` per decode cell."""
+    """What to measure. Lengths in tokens; `runs` per prefill length after `warm_up`; `steps` per decode cell; `role` alone, or both."""
 
     prefill_tokens: tuple[int, ...] = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,13 +41,14 @@ class SweepSettings:
     steps: int = 100
     vocab_size: int = 200_000
     seed: int = 0
+    role: Role | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
     """One point to measure. Prefill: `tokens`; decode: `batch` and `tokens` of context. `estimated_s`: by an older profile."""
 
-    role: Literal["prefill", "decode"]
+    role: Role
     tp: int
     ep: int
     weights: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,6 +14,8 @@ from cluster.cli.load_options import profile_from
 from common.errors import ConfigError
 from common.proto import router_pb2
 
+USD_PER_GPU_HOUR = 3.0
+
 
 @app.command()
 def sweep(
@@ -22,6 +24,10 @@ def sweep(
     prefill_tokens: Annotated[str, typer.Option(help="Prompt lengths, with commas between.")] = "1,128,512,1024,2048,4096,8192,16384,32768",
     batches: Annotated[str, typer.Option(help="Decode batches.")] = "1,2,4,8,16,32,64,128",
     contexts: Annotated[str, typer.Option(help="Decode contexts [tokens].")] = "1024,8192,32768",
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        typer.Option(help="Measure one alone: the other's cells stay what --out holds, else the shipped profile's."),
+    ] = "both",
     runs: Annotated[int, typer.Option(min=1, help="Prefills per length.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps per decode cell.")] = 100,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run, and for how long.")] = False,
@@ -34,6 +40,7 @@ def sweep(
     from cluster.sweep import plan_sweep
     from cluster.sweep import sweep as run_sweep
     from cluster.sweep_bench import SweepSettings
+    from cluster.tables import to_markdown
 
     with router_stub(name, router) as stub:
         groups = [g.description for g in stub.GetLoads(router_pb2.GetLoadsRequest(), timeout=10).groups]
@@ -47,6 +54,7 @@ def sweep(
         runs=runs,
         steps=steps,
         vocab_size=min(model.vocab_size, SweepSettings.vocab_size),
+        role=None if role == "both" else role,
     )
     cells = plan_sweep(groups, settings, guess)
     if dry_run:
@@ -57,7 +65,7 @@ def sweep(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err) as bar:
         task = bar.add_task("measuring", total=len(cells))
-        asyncio.run(
+        measured = asyncio.run(
             run_sweep(
                 groups,
                 settings,
@@ -68,7 +76,8 @@ def sweep(
                 on_progress=lambda done, total, cell, result: bar.update(task, completed=done, total=total, description=cell.key),
             )
         )
-    out.print(f"{profile}: {len(cells)} cells; route by it with --set router.profile={profile}")
+    typer.echo(to_markdown(measured, settings.contexts, USD_PER_GPU_HOUR))
+    out.print(f"{profile}: {len(cells)} cells; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
 
 
 @app.command()
@@ -78,7 +87,7 @@ def tables(
         Path | None, typer.Option("--out", help="Folder for Markdown, CSV, PNG and one HTML page; unset = print the Markdown.")
     ] = None,
     contexts: Annotated[str, typer.Option("--contexts", help="Decode contexts [tokens].")] = "8192,32768",
-    usd_per_gpu_hour: Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")] = 3.0,
+    usd_per_gpu_hour: Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")] = USD_PER_GPU_HOUR,
 ) -> None:
     """Show latency and price: prefill by length, decode speed against $ per 1M output tokens."""
     from cluster.tables import to_markdown, write_all

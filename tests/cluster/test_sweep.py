@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -35,8 +36,8 @@ def described(found):
     return [group.description for group in found]
 
 
-async def run(found, path, **kwargs):
-    return await sweep(described(found), SETTINGS, path, model="fake", hardware="none", guess=GUESS, **kwargs)
+async def run(found, path, settings=SETTINGS, **kwargs):
+    return await sweep(described(found), settings, path, model="fake", hardware="none", guess=GUESS, **kwargs)
 
 
 async def test_plan_lists_every_cell_that_fits_with_an_estimate():
@@ -66,6 +67,22 @@ async def test_sweep_measures_each_layout_and_writes_the_profile(tmp_path):
     assert all(cell.how == "measured" for cell in table.cells)
     assert seen[-1][:2] == (10, 10)
     assert profile.transfer.how == "measured"
+
+
+async def test_one_role_alone_leaves_the_other_half_as_it_was(tmp_path):
+    """That of the file; where there is none, the shipped profile's."""
+    path = tmp_path / "p.json"
+    prefill, decode = (replace(SETTINGS, role=role) for role in ("prefill", "decode"))
+    async with groups() as found:
+        first = await run(found[:2], path, prefill)  # no decode group is needed
+        assert (first.decode, first.transfer) == (GUESS.decode, GUESS.transfer)
+        assert GUESS.obtained in first.obtained
+        second = await run(found, path, decode)
+        assert second.prefill == first.prefill
+        assert {cell.ms for table in second.decode for cell in table.cells} == {3.0}
+        with pytest.raises(ConfigError, match="no decode group"):
+            await run(found[:2], path, decode)
+    assert load_profile(path) == second
 
 
 async def test_a_broken_off_sweep_goes_on_where_it_stopped(tmp_path):
