@@ -49,16 +49,23 @@ def shapes_of_20b(num_layers: int) -> ModelConfig:
     return fixture_config(num_layers=num_layers, num_qo_heads=64, num_kv_heads=8, **size)
 
 
-def random_checkpoint(folder: Path, config: ModelConfig, device: str) -> None:
-    """Random bytes for 4-bit weights, normal numbers for the rest, drawn on the device. Effects: one file per layer in `folder`"""
+def random_checkpoint(
+    folder: Path, config: ModelConfig, device: str, *, scales: tuple[int, int] = SCALES, spreads: dict[str, float] | None = None
+) -> None:
+    """Random bytes for 4-bit weights, normal numbers for the rest, drawn on the device.
+
+    Units: scales: bytes of 4-bit weights, 127 for 1; spreads: standard deviation by a part of the tensor's name, first match, else 0.02
+    Effects: one file per layer in `folder`
+    """
+    named = {"norm": 0.1, "bias": 0.1} if spreads is None else {"norm": 0.1} | spreads
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in hf_specs(config).items():
         if name.endswith(("_blocks", "_scales")):
-            low, high = SCALES if name.endswith("_scales") else (0, 256)
+            low, high = scales if name.endswith("_scales") else (0, 256)
             tensor = torch.randint(low, high, spec.shape, generator=generator, dtype=torch.uint8, device=device)
         else:
-            spread = 0.1 if "norm" in name or name.endswith("bias") else 0.02
+            spread = next((value for part, value in named.items() if part in name), 0.02)
             tensor = (torch.randn(spec.shape, generator=generator, device=device) * spread + ("norm" in name)).bfloat16()
         tensors[name] = tensor.cpu()
     write_checkpoint(folder, config, tensors, num_shards=config.num_layers)
