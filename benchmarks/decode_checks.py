@@ -201,7 +201,7 @@ def check_sampling() -> str:
     }.items():  # fmt: skip
         getattr(rows, name).copy_(torch.tensor(values))
     seq_lens = torch.tensor([5, 6, 7, 8, 9, 10, 0, 12], dtype=torch.int32, device="cuda")
-    tokens = sample_tokens(logits, rows, seq_lens, torch.full_like(seq_lens, 777777), SamplingScratch.allocate(8, "cuda"), all_greedy=False)
+    tokens = sample_tokens(logits, rows, seq_lens, torch.full_like(seq_lens, 777777), SamplingScratch.allocate(8, "cuda"), unfiltered=False)
     want = sample_ref(logits, SamplingRows(*(getattr(rows, n).cpu() for n in rows.__dataclass_fields__)), seq_lens.cpu())
     assert tokens.cpu().tolist() == want.tolist(), f"{tokens.tolist()} != {want.tolist()}"
     return f"tokens {tokens.tolist()} equal the twin's"
@@ -237,7 +237,7 @@ def check_vocabulary() -> str:
         assert (bounds[kept] >= exact[kept]).all(), "a logit lies above its bound"
         chosen = best[:, 0].clone()
         logits, sampling = torch.mm(x, weight.t(), out_dtype=torch.float32), SamplingScratch.allocate(batch, "cuda")
-        sample_tokens(logits, rows, seq_lens, tokens, sampling, all_greedy=False)
+        sample_tokens(logits, rows, seq_lens, tokens, sampling, unfiltered=False)
         settle_ties(x, weight, screen, logits, rows, seq_lens, scratch=scratch, tokens=tokens, best=sampling.best)
         assert torch.equal(tokens, want), f"B{batch} settled: {tokens.tolist()} != {want.tolist()}"
         assert torch.equal(sampling.best[kept, 0], chosen[kept]), "another sum than the screened one"

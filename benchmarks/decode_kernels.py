@@ -175,7 +175,7 @@ def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) ->
     out.normal_()
     yield "greedy", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
     rows.temperature.fill_(1.0)
-    yield "sample", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes
+    yield "sample", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
     rows.top_k.fill_(50)
     rows.top_p.fill_(0.95)
     yield "sample top-k top-p", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes

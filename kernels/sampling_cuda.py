@@ -75,32 +75,32 @@ def sample_tokens(
     tokens: Tensor,
     scratch: SamplingScratch,
     *,
-    all_greedy: bool,
+    unfiltered: bool,
     keep_greedy: bool = False,
 ) -> Tensor:
     """The next token of each row.
 
     Shapes: logits [B, V] fp32; seq_lens [B] int32: position of the new token, 0 for a padded row; tokens [B] int32 out
-    Units: all_greedy: temperatures do not count; the second kernel is left out. keep_greedy: rows without one keep their token
+    Units: unfiltered: no row has a filter; the second kernel is left out. keep_greedy: rows without a temperature keep their token
     Returns: tokens: an id below V; BAD_LOGITS (-1) where a logit is NaN or infinite; 0 for padded rows
-    Effects: one kernel, two if not all_greedy; no host sync; capturable
+    Effects: one kernel, two if not `unfiltered`; no host sync; capturable
     Source: filters and their order as in model/sampling.py; equal logits share a filter's fate
     """
     if not cuda_library.runs(logits):
-        chosen = sample_ref(logits, SamplingRows.greedy(len(tokens), logits.device) if all_greedy else rows, seq_lens).to(tokens.device)
+        chosen = sample_ref(logits, rows, seq_lens).to(tokens.device)
         tokens.copy_(torch.where(rows.temperature > 0, chosen, tokens) if keep_greedy else chosen)
         return tokens
-    launch_sample(logits, rows, seq_lens, tokens, scratch, all_greedy, keep_greedy)
+    launch_sample(logits, rows, seq_lens, tokens, scratch, unfiltered, keep_greedy)
     return tokens
 
 
 def launch_sample(
-    logits, rows: SamplingRows, seq_lens, tokens, scratch: SamplingScratch, all_greedy: bool, keep_greedy: bool = False
+    logits, rows: SamplingRows, seq_lens, tokens, scratch: SamplingScratch, unfiltered: bool, keep_greedy: bool = False
 ) -> None:
     """The launch alone; arguments as in `sample_tokens`."""
     cuda_library.call(
         "sampling", "tandem_sample", logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, seq_lens, tokens,
-        scratch.best, scratch.best_id, scratch.arrived, logits.shape[0], logits.shape[1], PARTS, all_greedy, keep_greedy,
+        scratch.best, scratch.best_id, scratch.arrived, logits.shape[0], logits.shape[1], PARTS, unfiltered, keep_greedy,
     )  # fmt: skip
 
 

@@ -253,16 +253,17 @@ class CudaDecode:
         rank 0."""
         return self._words.logits if self._peers is None else self._peers.logits
 
-    def can_screen(self, rows: int) -> bool:
-        """Whether rows that have a temperature, but no filter, get their words without anybody's logits."""
-        return self._words.can_screen(rows)
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part of the vocabulary."""
+        return self._peers is None
 
     @torch.no_grad()
     def step(self, rows: int, *, needs_logits: bool = False) -> None:
         """Enqueues one step of the first `rows` rows on the current stream; the tokens land in `token_ids`.
 
-        Units: needs_logits: somebody wants them, or a row has a filter; or just a temperature, in a group or where there are more than
-            `MAX_SCREENED_TOKENS` rows. The same on all ranks
+        Units: needs_logits: somebody wants them, or a row has a filter; in a group also where a row has a temperature. The same on all
+            ranks
         """
         inputs, s, config = self.inputs, self._scratch, self.config
         eps = config.rms_norm_eps

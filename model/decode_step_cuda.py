@@ -78,8 +78,8 @@ class CudaDecodeStep:
         for name, values in side.sampling.items():
             values[[place.row for place in places]] = [getattr(w or GREEDY, name) for w in wanted]
         decode.inputs.packed.copy_(side.packed, non_blocking=True)
-        bucket = next(b for b in self._buckets if b >= len(places))
-        decode.run(bucket, needs_logits=not (rows.is_greedy or (decode.can_screen(bucket) and all(map(_has_no_filter, wanted)))))
+        needs_logits = not (rows.is_greedy or (decode.is_alone and all(map(_has_no_filter, wanted))))
+        decode.run(next(b for b in self._buckets if b >= len(places)), needs_logits=needs_logits)
         side.results.copy_(decode.results, non_blocking=True)
         if side.done is not None:
             side.done.record()

@@ -61,10 +61,6 @@ class NextWords:
         self._peers = peers
         self.logits = scratch.logits[:max_batch]
 
-    def can_screen(self, rows: int) -> bool:
-        """Whether rows that have a temperature, but no filter, get their words without anybody's logits."""
-        return self._peers is None and rows <= MAX_SCREENED_TOKENS
-
     def pick(self, normed: Tensor, sampling: SamplingRows, seq_lens: Tensor, tokens: Tensor, *, needs_logits: bool) -> None:
         """Shapes: normed [at least 16 and B, C] bf16, rows past B are stale; sampling, seq_lens [B] as in `sample_tokens`; tokens [B] out
 
@@ -92,8 +88,8 @@ class NextWords:
         # Up to 16 rows are one product to the library, so that a row's logits don't depend on its bucket; rows past it are stale.
         computed = max(rows, MAX_STREAMED_TOKENS)
         vocabulary_logits(normed[:computed], vocabulary.weight, s.logits[:computed])
-        all_greedy = not needs_logits or self._peers is not None
-        sample_tokens(logits, sampling, seq_lens, tokens, s.sampling, all_greedy=all_greedy)
+        unfiltered = not needs_logits or self._peers is not None
+        sample_tokens(logits, sampling, seq_lens, tokens, s.sampling, unfiltered=unfiltered)
         if is_small:
             settle_ties(x, vocabulary.weight, vocabulary.screen, logits, sampling, seq_lens, scratch=s.screen, tokens=tokens, best=best)
 
@@ -103,6 +99,6 @@ class NextWords:
         peers.push_logits(self._scratch.logits[:rows], self._vocabulary.start)
         if peers.rank == 0:
             sample_tokens(
-                peers.logits[:rows], sampling, seq_lens, tokens, self._scratch.sampling, all_greedy=False, keep_greedy=True
+                peers.logits[:rows], sampling, seq_lens, tokens, self._scratch.sampling, unfiltered=False, keep_greedy=True
             )  # fmt: skip
         peers.spread_tokens(tokens)

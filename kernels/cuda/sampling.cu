@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int kThreads = 1024, kBins = 2048;
+constexpr int kThreads = 1024, kBins = 2048, kCopies = 8;  // of the bins: near logits share few bins, and additions to one wait for each other
 
 struct SampleArgs {
   const float* logits;           // [rows, vocab]
@@ -14,11 +14,15 @@ struct SampleArgs {
   const long long* seed;         // [rows]
   const int32_t* seq_lens;       // [rows]: position of the new token; 0 for a padded row
   int32_t* tokens;               // [rows]: token id, or -1 when a logit is NaN or infinite
-  float* best;                   // [rows, parts] scratch; in the end a row's largest logit, then what its sampled token won with
+  float* best;                   // [rows, parts] scratch; in the end a row's largest logit, or second what its sampled token won with
   int32_t* best_id;              // [rows, parts]
   int32_t* arrived;              // [rows], zero before and after
   int vocab, stride;             // of best and best_id
   int keep_greedy;               // rows without a temperature keep their token
+  __device__ __forceinline__ bool has_filter(int row) const {
+    const int k = __ldg(top_k + row);
+    return __ldg(temperature + row) > 0.0f && ((k > 0 && k < vocab) || __ldg(top_p + row) < 1.0f || __ldg(min_p + row) > 0.0f);
+  }
 };
 
 // Order-preserving map of floats to unsigned integers.
@@ -38,10 +42,12 @@ __device__ __forceinline__ Best block_best(Best mine, float* values, int* ids) {
   return mine;
 }
 
-__device__ __forceinline__ Best candidate(float x, int id) { return fabsf(x) <= 3.0e38f ? Best{x, id} : Best{INFINITY, -kNotFinite}; }
+__device__ __forceinline__ Best candidate(const Draw& draw, float x, int id) {
+  return fabsf(x) <= 3.0e38f ? Best{perturbed(draw, x, id), id} : Best{INFINITY, -kNotFinite};
+}
 
-// grid (parts, rows): largest logit of a part; the block that comes last compares the parts. Rows with a temperature are left to
-// `sample_row`, which takes the maximum from here.
+// grid (parts, rows): the best of a part, by logit or by logit / temperature + noise; the block that comes last compares the parts. Rows with
+// a filter are left to `sample_row`, which takes the largest logit from here.
 __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   __shared__ float values[32];
   __shared__ int ids[32];
@@ -53,6 +59,8 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
     if (blockIdx.x == 0 && threadIdx.x == 0) a.tokens[row] = 0;
     return;
   }
+  const bool has_filter = a.has_filter(row);
+  const Draw draw = draw_of(has_filter ? 0.0f : __ldg(a.temperature + row), __ldg(a.seed + row), __ldg(a.seq_lens + row));
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
   const int quads = a.vocab / 4, first = static_cast<int>(static_cast<long long>(quads) * blockIdx.x / parts);
   const int last = static_cast<int>(static_cast<long long>(quads) * (blockIdx.x + 1) / parts);
@@ -65,10 +73,10 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
 #pragma unroll
     for (int j = 0; j < kTogether; j++) {
       const int id = 4 * min(base + j * static_cast<int>(blockDim.x), last - 1);
-      mine = better(mine, candidate(__uint_as_float(v[j].x), id));
-      mine = better(mine, candidate(__uint_as_float(v[j].y), id + 1));
-      mine = better(mine, candidate(__uint_as_float(v[j].z), id + 2));
-      mine = better(mine, candidate(__uint_as_float(v[j].w), id + 3));
+      mine = better(mine, candidate(draw, __uint_as_float(v[j].x), id));
+      mine = better(mine, candidate(draw, __uint_as_float(v[j].y), id + 1));
+      mine = better(mine, candidate(draw, __uint_as_float(v[j].z), id + 2));
+      mine = better(mine, candidate(draw, __uint_as_float(v[j].w), id + 3));
     }
   }
   mine = block_best(mine, values, ids);
@@ -87,43 +95,88 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   mine = block_best(mine, values, ids);
   if (threadIdx.x == 0) {
     if (!a.keep_greedy || __ldg(a.temperature + row) > 0.0f) a.tokens[row] = mine.id < 0 ? kBadLogits : mine.id;
-    a.best[row * a.stride] = mine.value;
+    a.best[row * a.stride + draw.is_noisy] = mine.value;
   }
 }
 
+// Calls f(id, logit) for all of a row, with 16 logits of a thread on their way at a time.
+template <typename F>
+__device__ __forceinline__ void each_logit(const float* logits, int vocab, F f) {
+  constexpr int kTogether = 4;
+  const int quads = vocab / 4, step = static_cast<int>(blockDim.x);
+  for (int base = threadIdx.x; base < quads; base += kTogether * step) {
+    uint4 v[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) v[j] = load_global_16(logits + 4 * min(base + j * step, quads - 1));
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      const int quad = base + j * step;
+      if (quad >= quads) break;
+      f(4 * quad, __uint_as_float(v[j].x));
+      f(4 * quad + 1, __uint_as_float(v[j].y));
+      f(4 * quad + 2, __uint_as_float(v[j].z));
+      f(4 * quad + 3, __uint_as_float(v[j].w));
+    }
+  }
+}
+
+// What a search for a threshold shares among the block's threads.
+struct Search {
+  unsigned long long warp_sums[kThreads / 32], total, rest;
+  uint32_t found;
+};
+
+// The block's running sum over threads, own value included.
+__device__ __forceinline__ unsigned long long running_sum(unsigned long long value, Search& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int delta = 1; delta < 32; delta <<= 1) {
+    const unsigned long long before = __shfl_up_sync(0xFFFFFFFFu, value, delta);
+    if (lane >= delta) value += before;
+  }
+  if (lane == 31) shared.warp_sums[warp] = value;
+  __syncthreads();
+  for (int w = 0; w < warp; w++) value += shared.warp_sums[w];
+  if (threadIdx.x == kThreads - 1) shared.total = value;
+  __syncthreads();
+  return value;
+}
+
 // Finds the largest threshold key whose (count or mass) at or above it reaches `target`, 11 bits at a time; all keys >= `floor_key` count.
-// MASS: weight exp((x - top) / temperature) as a 44-bit fraction, else 1.
+// MASS: weight exp((x - top) / temperature) as a 44-bit fraction, and the target is that share of all mass; else 1.
 template <bool MASS>
 __device__ uint32_t select_key(const float* logits, int vocab, uint32_t floor_key, unsigned long long target, double share, float top,
-                               float inverse, unsigned long long* bins, uint32_t* found, unsigned long long* rest) {
+                               float inverse, unsigned long long* bins, Search& shared) {
+  static_assert(kBins == 2 * kThreads, "a thread sums up two bins");
   uint32_t prefix = 0;
+  unsigned long long* own = bins + threadIdx.x / 32 % kCopies * kBins;
   for (int shift = 21; shift >= -1; shift -= 11) {
     const int bits = shift < 0 ? 10 : 11, low = shift < 0 ? 0 : shift;
-    for (int i = threadIdx.x; i < kBins; i += blockDim.x) bins[i] = 0;
+    for (int i = threadIdx.x; i < kCopies * kBins; i += kThreads) bins[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < vocab; i += blockDim.x) {
-      const float x = __ldcg(logits + i);
+    each_logit(logits, vocab, [&](int, float x) {
       const uint32_t key = to_key(x);
-      if (key < floor_key || (low + bits < 32 && (key >> (low + bits)) != prefix)) continue;
+      if (key < floor_key || (low + bits < 32 && (key >> (low + bits)) != prefix)) return;
       const unsigned long long weight = MASS ? static_cast<unsigned long long>(expf((x - top) * inverse) * 17592186044416.0f) : 1ull;
-      atomicAdd(bins + (key >> low & ((1u << bits) - 1)), weight);
+      if (weight) atomicAdd(own + (key >> low & ((1u << bits) - 1)), weight);
+    });
+    __syncthreads();
+    const int upper = kBins - 1 - 2 * static_cast<int>(threadIdx.x);  // falling bins over rising threads
+    unsigned long long sums[2] = {0, 0};
+    for (int copy = 0; copy < kCopies; copy++) sums[0] += bins[copy * kBins + upper], sums[1] += bins[copy * kBins + upper - 1];
+    const unsigned long long through = running_sum(sums[0] + sums[1], shared), before = through - sums[0] - sums[1];
+    if (MASS && shift == 21) {
+      target = static_cast<unsigned long long>(share * static_cast<double>(shared.total));
+      if (target == 0) target = 1;
+    }
+    if (before < target && (target <= through || upper == 1)) {
+      const bool is_second = target > before + sums[0];
+      shared.found = static_cast<uint32_t>(upper - is_second);
+      shared.rest = target - before - (is_second ? sums[0] : 0);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      if (MASS && shift == 21) {
-        unsigned long long all = 0;
-        for (int i = 0; i < kBins; i++) all += bins[i];
-        target = static_cast<unsigned long long>(share * static_cast<double>(all));
-        if (target == 0) target = 1;
-      }
-      int bin = (1 << bits) - 1;
-      while (bin > 0 && bins[bin] < target) target -= bins[bin--];
-      *found = static_cast<uint32_t>(bin);
-      *rest = target;
-    }
-    __syncthreads();
-    prefix = prefix << bits | *found;
-    target = *rest;
+    prefix = prefix << bits | shared.found;
+    target = shared.rest;
     __syncthreads();
   }
   return prefix;
@@ -131,45 +184,39 @@ __device__ uint32_t select_key(const float* logits, int vocab, uint32_t floor_ke
 
 // grid (rows): filters (top-k, then top-p of what it left, then min-p), then the largest perturbed logit. Equal logits share a fate.
 __global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a) {
+  DYNAMIC_SHARED(dynamic);
+  unsigned long long* bins = reinterpret_cast<unsigned long long*>(dynamic);  // [kCopies][kBins]
   __shared__ float values[32];
   __shared__ int ids[32];
-  __shared__ unsigned long long bins[kBins];
-  __shared__ uint32_t found;
-  __shared__ unsigned long long rest;
+  __shared__ Search shared;
   const int row = blockIdx.x;
   wait_for_previous_kernel();
   start_next_kernel();
+  if (__ldg(a.seq_lens + row) == 0 || !a.has_filter(row) || __ldcg(a.tokens + row) == kBadLogits) return;
   const float temperature = __ldg(a.temperature + row);
-  if (__ldg(a.seq_lens + row) == 0 || temperature <= 0.0f || __ldcg(a.tokens + row) == kBadLogits) return;
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
   const float inverse = 1.0f / temperature, top = __ldcg(a.best + row * a.stride);
   const float min_p = __ldg(a.min_p + row), top_p = __ldg(a.top_p + row);
   const int top_k = __ldg(a.top_k + row);
   uint32_t floor_key = 0;
-  if (top_k > 0 && top_k < a.vocab) {
-    const uint32_t key = select_key<false>(logits, a.vocab, 0, top_k, 0.0, top, inverse, bins, &found, &rest);
-    floor_key = max(floor_key, key);
-  }
-  if (top_p < 1.0f) {
-    const uint32_t key = select_key<true>(logits, a.vocab, floor_key, 0, top_p, top, inverse, bins, &found, &rest);
-    floor_key = max(floor_key, key);
-  }
+  if (top_k > 0 && top_k < a.vocab)
+    floor_key = max(floor_key, select_key<false>(logits, a.vocab, 0, top_k, 0.0, top, inverse, bins, shared));
+  if (top_p < 1.0f) floor_key = max(floor_key, select_key<true>(logits, a.vocab, floor_key, 0, top_p, top, inverse, bins, shared));
   if (min_p > 0.0f) floor_key = max(floor_key, to_key(top + logf(min_p) * temperature));
   const Draw draw = draw_of(temperature, __ldg(a.seed + row), __ldg(a.seq_lens + row));
   Best mine = {-INFINITY, kNotFinite};
-  for (int i = threadIdx.x; i < a.vocab; i += blockDim.x) {
-    const float x = __ldcg(logits + i);
-    if (to_key(x) >= floor_key) mine = better(mine, {perturbed(draw, x, i), i});
-  }
+  each_logit(logits, a.vocab, [&](int id, float x) {
+    if (to_key(x) >= floor_key) mine = better(mine, {perturbed(draw, x, id), id});
+  });
   mine = block_best(mine, values, ids);
-  if (threadIdx.x == 0) a.tokens[row] = mine.id, a.best[row * a.stride + 1] = mine.value;
+  if (threadIdx.x == 0) a.tokens[row] = mine.id;
 }
 
 }  // namespace
 
 extern "C" int tandem_sample(const void* logits, const void* temperature, const void* top_k, const void* top_p, const void* min_p,
                              const void* seed, const void* seq_lens, void* tokens, void* best, void* best_id, void* arrived, int rows,
-                             int vocab, int parts, int all_greedy, int keep_greedy, void* stream) {
+                             int vocab, int parts, int unfiltered, int keep_greedy, void* stream) {
   if (vocab % 4) return -1;
   const SampleArgs a = {static_cast<const float*>(logits), static_cast<const float*>(temperature), static_cast<const int32_t*>(top_k),
                         static_cast<const float*>(top_p), static_cast<const float*>(min_p), static_cast<const long long*>(seed),
@@ -177,6 +224,6 @@ extern "C" int tandem_sample(const void* logits, const void* temperature, const 
                         static_cast<int32_t*>(best_id), static_cast<int32_t*>(arrived), vocab, parts, keep_greedy};
   if (rows >= 16 && parts > 16) parts = 16;  // there are blocks enough: fewer that do more each
   const int status = launch(greedy, dim3(parts, rows), 256, 0, stream, a);
-  if (status != 0 || all_greedy) return status;
-  return launch(sample_row, dim3(rows), kThreads, 0, stream, a);
+  if (status != 0 || unfiltered) return status;
+  return launch(sample_row, dim3(rows), kThreads, kCopies * kBins * 8, stream, a);
 }

@@ -20,10 +20,10 @@ def make_rows(count, **values):
     return rows
 
 
-def run(logits, rows, positions, *, all_greedy=False):
+def run(logits, rows, positions, *, unfiltered=False):
     tokens = torch.full((logits.shape[0],), 777777, dtype=torch.int32)
     scratch = SamplingScratch.allocate(logits.shape[0], "cpu")
-    sample_tokens(logits, rows, positions, tokens, scratch, all_greedy=all_greedy)
+    sample_tokens(logits, rows, positions, tokens, scratch, unfiltered=unfiltered)
     assert not scratch.arrived.any()
     return tokens
 
@@ -42,7 +42,7 @@ def test_philox_known_answers():
 def test_greedy_takes_the_largest_and_the_lower_id_of_equals(emulated):  # noqa: F811
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[1, [900, 37, 500]] = 50.0
-    assert run(logits, make_rows(3), positions(3), all_greedy=True).tolist() == [int(logits[0].argmax()), 37, int(logits[2].argmax())]
+    assert run(logits, make_rows(3), positions(3), unfiltered=True).tolist() == [int(logits[0].argmax()), 37, int(logits[2].argmax())]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 15, 16, 33, 128])
@@ -53,7 +53,7 @@ def test_greedy_of_any_number_of_rows(emulated, count):  # noqa: F811
     logits[torch.arange(count), winners] = 50.0
     logits[count // 2, 7] = float("nan")
     want = [BAD_LOGITS if b == count // 2 else w for b, w in enumerate(winners.tolist())]
-    assert run(logits, make_rows(count), positions(count), all_greedy=True).tolist() == want
+    assert run(logits, make_rows(count), positions(count), unfiltered=True).tolist() == want
 
 
 def test_greedy_over_parts_of_several_turns(emulated):  # noqa: F811
@@ -62,7 +62,7 @@ def test_greedy_over_parts_of_several_turns(emulated):  # noqa: F811
     logits = torch.randn(16, vocab, generator=torch.Generator().manual_seed(5))
     winners = torch.tensor([0, vocab - 1, 4 * 1257 + 3, 4 * 1258, 4 * 1024, 4 * 1023 + 3, *range(9001, 9011)])
     logits[torch.arange(16), winners] = 50.0
-    assert run(logits, make_rows(16), positions(16), all_greedy=True).tolist() == winners.tolist()
+    assert run(logits, make_rows(16), positions(16), unfiltered=True).tolist() == winners.tolist()
 
 
 def test_rows_that_are_not_finite_fail_alone(emulated):  # noqa: F811

@@ -183,7 +183,7 @@ def test_ties_of_the_librarys_logits_are_settled_as_the_screen_does(emulated, te
         winner = 7
         logits[0, 12] = logits[0, 7] + 1e-6 * logits[0, 7].abs()
     choice, sampling = Choice(3, 512), SamplingScratch.allocate(3, "cpu")
-    sample_tokens(logits, rows, seq_lens, choice.tokens, sampling, all_greedy=False)
+    sample_tokens(logits, rows, seq_lens, choice.tokens, sampling, unfiltered=False)
     before = choice.tokens.clone()
     if not temperature:
         assert before[0] == 12

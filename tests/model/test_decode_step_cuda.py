@@ -110,12 +110,14 @@ def test_sequences_come_go_and_change_rows(bench):
         assert_likeliest(*bench.run(running))
 
 
-def test_sampled_tokens_do_not_depend_on_row_or_batch(bench):
-    params = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 11}
-    a, other = bench.sequence(40, **params), bench.sequence(33)
+@pytest.mark.parametrize("filters", [{"top_k": 50, "top_p": 0.9}, {}], ids=["filters", "temperature alone"])
+@pytest.mark.parametrize("other", [{}, {"logprobs": 1}, {"temperature": 1.0, "top_p": 0.5}], ids=["greedy", "logprobs", "filtered"])
+def test_sampled_tokens_do_not_depend_on_row_or_batch(bench, filters, other):
+    """Nor on what others want: alone a row without filters is screened, beside one that needs logits it is chosen from them."""
+    a, beside = bench.sequence(40, temperature=1.0, seed=11, **filters), bench.sequence(33, **other)
     alone = replaceable(a)
     first = bench.run([a])[0][0].token_id
-    second = bench.run([other, alone])[0][1].token_id
+    second = bench.run([beside, alone])[0][1].token_id
     assert first == second
 
 
