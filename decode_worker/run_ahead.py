@@ -36,7 +36,7 @@ class RunAhead:
 
     def next_rows(self, running: Iterable[Sequence]) -> list[Row]:
         """The rows of a step that can be launched now; none if there is nothing to do, or if the oldest step has to be finished first:
-        because too many are under way, or because a sequence's next token needs the host (log-probabilities, masks, penalties)."""
+        because too many are under way, or because a sequence's next token needs the host (masks, bias, penalties)."""
         if self.num_under_way > self._lookahead:
             return []
         rows = []

@@ -1,27 +1,28 @@
 """The decode step of a GPU rank: running sequences into the rows of the captured step, its tokens out, in one upload and one download.
 
 Owns which sequence lies in which row, what the device knows of it and which steps are under way. Tokens are sampled on the GPU and go from
-one step into the next there; a row that wants log-probabilities or has masks, bias or penalties is sampled from its logits on the CPU, by
-the same reference as everywhere. Nothing here waits for the device but `finish`. Called by the decode executor.
+one step into the next there, log-probabilities are computed there; a row that has masks, bias or penalties is sampled from its logits on
+the CPU, by the same reference as everywhere. Nothing here waits for the device but `finish`. Called by the decode executor.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from common.errors import ServingError, WorkerLost
+from common.requests import MAX_LOGPROBS
 from kernels.peers import missing_rank
-from kernels.sampling_cuda import BAD_LOGITS
+from kernels.sampling_cuda import BAD_LOGITS, SamplingRows
 from model.batch import SequenceView
 from model.decode_cuda import BUCKETS, STATUS_WORDS, CudaDecode
 from model.decode_step import StepRows
 from model.row_places import Place, RowPlaces
-from model.sampling import GREEDY, DeviceSampling, SamplingState, TokenChoice, sample
+from model.sampling import GREEDY, DeviceSampling, SamplingState, TokenChoice, logprob_tables, sample, told_logprobs
 
 
 class _HostSide:
@@ -34,9 +35,13 @@ class _HostSide:
             return torch.zeros_like(like, device="cpu", pin_memory=like.is_cuda)
 
         self.packed, self.full_table, self.results = pinned(inputs.packed), pinned(inputs.full_table), pinned(decode.results)
+        max_batch, device = len(inputs.seq_lens), inputs.packed.device
+        self.told_rows = pinned(torch.empty(max_batch, dtype=torch.int64, device=device))
+        self.logprobs = pinned(torch.empty(max_batch, 1 + MAX_LOGPROBS, device=device))
+        self.likeliest = pinned(torch.empty(max_batch, MAX_LOGPROBS, dtype=torch.int64, device=device))
         small = inputs.split(self.packed)
         self.token_source, self.seq_lens, self.sliding_start, self.sliding_table = (view.numpy() for view in small[:4])
-        self.sampling = {name: getattr(small.sampling, name).numpy() for name in DeviceSampling.__dataclass_fields__}
+        self.sampling = {name: getattr(small.sampling, name).numpy() for name in SamplingRows.__dataclass_fields__}
         self.done = torch.cuda.Event() if inputs.packed.is_cuda else None
 
 
@@ -46,6 +51,7 @@ class _UnderWay:
     places: list[Place]
     wanted: list[DeviceSampling | None]
     states: Sequence[SamplingState] | None
+    told: list[int]  # the indices of the rows with log-probabilities, in the order in which `side` has them
 
 
 class CudaDecodeStep:
@@ -57,6 +63,7 @@ class CudaDecodeStep:
         self._decode = decode
         self._buckets = [b for b in BUCKETS if b < max_batch] + [max_batch]
         self._sides = deque(_HostSide(decode) for _ in range(self.lookahead + 1))
+        self._told_rows = torch.empty(len(decode.inputs.seq_lens), dtype=torch.int64, device=decode.inputs.packed.device)
         self._places = RowPlaces()
         self._tables: list[tuple[int, int]] = [(0, 0)] * max_batch  # whose full table, and how much of it, the device has in a row
         self._under_way: deque[_UnderWay] = deque()
@@ -78,12 +85,15 @@ class CudaDecodeStep:
         for name, values in side.sampling.items():
             values[[place.row for place in places]] = [getattr(w or GREEDY, name) for w in wanted]
         decode.inputs.packed.copy_(side.packed, non_blocking=True)
-        needs_logits = not (rows.is_greedy or (decode.is_alone and all(map(_has_no_filter, wanted))))
+        needs_logits = not (rows.is_greedy or (decode.is_alone and all(w is not None and not w.needs_logits for w in wanted)))
         decode.run(next(b for b in self._buckets if b >= len(places)), needs_logits=needs_logits)
         side.results.copy_(decode.results, non_blocking=True)
+        told = [index for index, w in enumerate(wanted) if w is not None and w.logprobs is not None]
+        if told:
+            self._download_logprobs(side, [places[index].row for index in told])
         if side.done is not None:
             side.done.record()
-        self._under_way.append(_UnderWay(side, places, wanted, states))
+        self._under_way.append(_UnderWay(side, places, wanted, states, told))
 
     def finish(self) -> list[TokenChoice | ServingError] | None:
         """As `model/decode_step.py` says."""
@@ -103,6 +113,8 @@ class CudaDecodeStep:
             else ServingError(f"the model's logits for output token {state.num_output} are not finite")
             for token, state in zip(tokens, step.states, strict=True)
         ]
+        for at, index in enumerate(step.told):
+            choices[index] = _with_logprobs(choices[index], step.wanted[index], step.side, at)
         on_host = [index for index, wanted in enumerate(step.wanted) if wanted is None]
         if on_host:
             assert not self._under_way  # whoever launches knows that such rows can't be followed before they are finished
@@ -110,6 +122,16 @@ class CudaDecodeStep:
             for index, choice in zip(on_host, sample(logits, [step.states[index] for index in on_host]), strict=True):
                 choices[index] = choice
         return choices
+
+    def _download_logprobs(self, side: _HostSide, rows: list[int]) -> None:
+        """Effects: enqueues log-probabilities of these rows of the step that was enqueued last, and their download"""
+        decode, count = self._decode, len(rows)
+        side.told_rows[:count] = torch.tensor(rows)
+        at = self._told_rows[:count]
+        at.copy_(side.told_rows[:count], non_blocking=True)
+        chosen, values, ids = logprob_tables(decode.logits[at], decode.token_ids[at].clamp(min=0), MAX_LOGPROBS)
+        side.logprobs[:count].copy_(torch.cat((chosen[:, None], values), dim=1), non_blocking=True)
+        side.likeliest[:count].copy_(ids, non_blocking=True)
 
     def _write_rows(self, side: _HostSide, rows: StepRows, places: list[Place]) -> None:
         width = side.sliding_table.shape[1]
@@ -131,8 +153,15 @@ class CudaDecodeStep:
                 self._tables[place.row] = known
 
 
-def _has_no_filter(wanted: DeviceSampling | None) -> bool:
-    return wanted is not None and (wanted.top_k, wanted.top_p, wanted.min_p) == (0, 1.0, 0.0)
+def _with_logprobs(
+    choice: TokenChoice | ServingError, wanted: DeviceSampling | None, side: _HostSide, at: int
+) -> TokenChoice | ServingError:
+    if isinstance(choice, ServingError):
+        return choice
+    assert wanted is not None
+    assert wanted.logprobs is not None
+    chosen, *values = side.logprobs[at, : 1 + wanted.logprobs].tolist()
+    return replace(choice, logprobs=told_logprobs(chosen, values, side.likeliest[at, : wanted.logprobs].tolist()))
 
 
 def _source(view: SequenceView, follows: bool, place: Place) -> int:

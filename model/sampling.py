@@ -6,7 +6,7 @@ Shared by both workers. Owns no request: a `SamplingState` belongs to one sequen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,13 +29,22 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class DeviceSampling:
-    """What a sampler on a GPU needs of a row. Units: temperature 0 for greedy; top_k 0, top_p 1, min_p 0 for off; seed: 63 bits"""
+    """What a sampler on a GPU needs of a row. Units: temperature 0 for greedy; top_k 0, top_p 1, min_p 0 for off; seed: 63 bits
+
+    `logprobs`: how many of the likeliest tokens are told with the chosen one; None: no log-probabilities
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    logprobs: int | None = None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its token, or what is told of it, takes more than the largest of logit / temperature + noise."""
+        return self.logprobs is not None or (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
 
 GREEDY = DeviceSampling(0.0, 0, 1.0, 0.0, 0)
@@ -88,11 +97,11 @@ class SamplingState:
     def on_device(self) -> DeviceSampling | None:
         """What a GPU needs to pick the next token alone; None if that takes the logits here."""
         p = self.params
-        if p.logprobs is not None or not self.is_unmasked:
+        if not self.is_unmasked:
             return None
         if p.temperature == 0:
-            return GREEDY
-        return DeviceSampling(p.temperature, p.top_k or 0, p.top_p, p.min_p, self._seed & (2**63 - 1))
+            return replace(GREEDY, logprobs=p.logprobs)
+        return DeviceSampling(p.temperature, p.top_k or 0, p.top_p, p.min_p, self._seed & (2**63 - 1), p.logprobs)
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on the seed and the index of the next output token alone (Philox 4x64, counter = index)."""
@@ -193,13 +202,23 @@ def _likeliest(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]
 
 
 def _logprobs(logits: Tensor, token_id: int, count: int | None) -> types_pb2.TokenLogprobs | None:
-    """log_softmax of the raw logits in fp32: finite for finite logits."""
     if count is None:
         return None
+    chosen, values, ids = logprob_tables(logits[None], torch.tensor([token_id]), count)
+    return told_logprobs(chosen.item(), values[0].tolist(), ids[0].tolist())
+
+
+def logprob_tables(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax of the raw logits in fp32, of the chosen tokens and of the likeliest ones: finite for finite logits.
+
+    Shapes: logits [R, V] fp32; token_ids [R] int; on one device
+    Returns: [R] fp32; [R, count] fp32 falling; their ids [R, count] int64
+    """
     logprobs = logits.log_softmax(dim=-1)
-    message = types_pb2.TokenLogprobs(logprob=float(logprobs[token_id]))
-    if count:
-        values, ids = logprobs.topk(min(count, len(logprobs)))
-        for value, best_id in zip(values.tolist(), ids.tolist(), strict=True):
-            message.top.add(token_id=best_id, logprob=value)
-    return message
+    values, ids = logprobs.topk(min(count, logits.shape[1]))
+    return logprobs.gather(1, token_ids.long()[:, None])[:, 0], values, ids
+
+
+def told_logprobs(chosen: float, values: Sequence[float], ids: Sequence[int]) -> types_pb2.TokenLogprobs:
+    top = [types_pb2.TokenLogprob(token_id=token_id, logprob=value) for value, token_id in zip(values, ids, strict=True)]
+    return types_pb2.TokenLogprobs(logprob=chosen, top=top)

@@ -63,7 +63,7 @@ def test_no_step_runs_past_max_tokens():
 
 
 @pytest.mark.parametrize(
-    "options", [{"logprobs": 2}, {"frequency_penalty": 0.5}, {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": (8,)}]
+    "options", [{"allowed_token_ids": (4,)}, {"frequency_penalty": 0.5}, {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": (8,)}]
 )
 def test_a_token_that_the_host_picks_is_waited_for(options):
     ahead, plain, one = RunAhead(1), sequence(), sequence(replace(GREEDY, **options), transfer_id=2)
@@ -73,6 +73,14 @@ def test_a_token_that_the_host_picks_is_waited_for(options):
     ahead.launched(rows)
     assert ahead.next_rows([plain, one]) == []
     assert ahead.must_finish(has_launched=False)
+
+
+def test_log_probabilities_hold_no_step_up_but_take_logits():
+    ahead, plain, one = RunAhead(1), sequence(), sequence(replace(GREEDY, logprobs=2), transfer_id=2)
+    rows = ahead.next_rows([plain, one])
+    assert not is_greedy(rows)
+    ahead.launched(rows)
+    assert len(ahead.next_rows([plain, one])) == 2
 
 
 class HandDriven:

@@ -127,15 +127,46 @@ def replaceable(running):
     return Running(running.tables, running.position, running.token, state)
 
 
-def test_rows_with_logprobs_and_masks_are_sampled_from_their_own_logits(bench):
-    rows = [bench.sequence(40), bench.sequence(33, logprobs=2), bench.sequence(20, allowed_token_ids=(5, 9))]
-    states = [replaceable(row).state for row in rows]
+def test_rows_with_masks_are_sampled_from_their_own_logits(bench):
+    rows = [bench.sequence(40), bench.sequence(33, frequency_penalty=0.5), bench.sequence(20, allowed_token_ids=(5, 9), logprobs=2)]
+    states = [replaceable(row).state for row in rows[:1]] + [again(row) for row in rows[1:]]
     choices, _ = bench.run(rows)
     own = sample(bench.step._decode.logits[:3].clone(), states)
     assert [c.token_id for c in choices] == [c.token_id for c in own]
     assert choices[0].logprobs is None
-    assert choices[1].logprobs == own[1].logprobs
+    assert choices[2].logprobs == own[2].logprobs
     assert choices[2].token_id in (5, 9)
+
+
+def again(running):
+    """A state like the sequence's, as it was before its token."""
+    return SamplingState(running.state.params, [1], [], frozenset({2}), 1024)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}])
+def test_log_probabilities_are_those_of_the_rows_logits(bench, params):
+    """Of the token chosen and of as many as were asked for, none included; a neighbour that asks for none gets none."""
+    rows = [bench.sequence(40), *(bench.sequence(33, logprobs=count, **params) for count in (0, 3, 20))]
+    choices, _ = bench.run(rows)
+    logprobs = bench.step._decode.logits[:4].log_softmax(dim=-1)
+    assert choices[0].logprobs is None
+    for choice, row, count in zip(choices[1:], logprobs[1:], (0, 3, 20), strict=True):
+        assert choice.logprobs.logprob == row[choice.token_id]
+        assert [t.token_id for t in choice.logprobs.top] == row.topk(count).indices.tolist()
+        assert [t.logprob for t in choice.logprobs.top] == row.topk(count).values.tolist()
+
+
+def test_log_probabilities_of_a_step_ahead_are_its_own(bench):
+    """Two steps under way at once: each one's table is of its own logits."""
+    row = bench.sequence(40, logprobs=2)
+    twin = replaceable(row)
+    bench.launch([row])
+    row.position += 1
+    bench.launch([row], follows=True)
+    ahead = [bench.step.finish()[0], bench.step.finish()[0]]
+    told = [bench.run([twin])[0][0], bench.run([twin])[0][0]]
+    assert [choice.token_id for choice in ahead] == [choice.token_id for choice in told]
+    assert [choice.logprobs for choice in ahead] == [choice.logprobs for choice in told]
 
 
 def test_nan_fails_its_own_sequence(bench):
