@@ -22,7 +22,7 @@ from model.decode_step import StepRows
 from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
-from model.sampling import SamplingState, TokenChoice
+from model.sampling import GREEDY, SamplingState, TokenChoice
 from model.trained_fixture import PACKED, read_packed, write_trained_fixture
 from model.weights import WeightFormat, load_shard
 
@@ -41,6 +41,17 @@ class Running:
     state: SamplingState
     errors: list[float] = field(default_factory=list)
 
+    def check(self, choice: TokenChoice | ServingError, row: torch.Tensor, most: float) -> None:
+        """Raises: AssertionError where the log-probabilities are missing, or further from those of `row` than `most` of its deviations"""
+        assert isinstance(choice, TokenChoice), choice
+        assert (choice.logprobs is None) == (self.state.params.logprobs is None)
+        if choice.logprobs is not None:
+            told, expected = choice.logprobs, float(row.log_softmax(dim=-1)[choice.token_id])
+            assert [top.token_id for top in told.top[:1]] == [choice.token_id]
+            assert len(told.top) == self.state.params.logprobs
+            assert told.top[0].logprob == told.logprob
+            assert abs(told.logprob - expected) < most * float(row.std()), f"log-probability {told.logprob}, the plain one {expected}"
+
     def view(self, window_tokens: int) -> SequenceView:
         position = len(self.tokens) - 1
         first = max(0, position + 1 - window_tokens) // BLOCK_SIZE
@@ -50,17 +61,16 @@ class Running:
 
 def told(group: ParallelGroup, choices: list[TokenChoice | ServingError] | None, count: int) -> list[int]:
     """Rank 0's tokens, on every rank."""
-    assert all(isinstance(choice, TokenChoice) for choice in choices or []), choices
     tokens = [float(choice.token_id) for choice in choices or [] if isinstance(choice, TokenChoice)]
     return [int(token) for token in group.all_reduce(torch.tensor(tokens or [0.0] * count))]
 
 
 def check_served(device: str = "cuda", group: ParallelGroup | None = None, weights: WeightFormat = "mxfp4") -> str:
-    """Greedy tokens of sequences that join one after the other and leave in another order.
+    """Greedy tokens of sequences that join one after the other and leave in another order; every other one wants log-probabilities.
 
     Units: group: the ranks that serve the model together; all of them call this; weights: the format of the pool's experts
     Returns: a line for the table
-    Raises: AssertionError where a token is not the plain forward's likeliest, but for what the formats blur
+    Raises: AssertionError where a token is not the plain forward's likeliest, or a log-probability not its own, but for what formats blur
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -108,10 +118,11 @@ def follow_plain(
     generator = torch.Generator().manual_seed(5)
     free = torch.randperm(BLOCKS, generator=generator).tolist()
 
-    def admit(length: int) -> Running:
+    def admit(length: int, logprobs: int | None) -> Running:
         tokens = [known[i] for i in torch.randint(0, len(known), (length,), generator=generator).tolist()]
         blocks = [free.pop() for _ in range(-(-(length + steps) // BLOCK_SIZE))]
-        state = SamplingState(SamplingParams(max_tokens=steps, temperature=0.0, seed=1), tokens, [], frozenset(), config.vocab_size)
+        params = SamplingParams(max_tokens=steps, temperature=0.0, seed=1, logprobs=logprobs)
+        state = SamplingState(params, tokens, [], frozenset(), config.vocab_size)
         running = Running(blocks, tokens, state)
         view = SequenceView(tokens, 0, blocks, 0, blocks)
         logits = plain.forward(build_prefill_batch(view, BLOCK_SIZE, "cpu"), host)
@@ -123,14 +134,16 @@ def follow_plain(
     waiting, running, done, agreed, picked = list(prompts), [], [], 0, 0
     while waiting or running:
         if waiting and len(running) < MAX_BATCH:
-            running.append(admit(waiting.pop(0)))
+            running.append(admit(waiting.pop(0), 3 if len(waiting) % 2 else None))
         views = [sequence.view(config.window_tokens) for sequence in running]
         logits = plain.forward(build_decode_batch(views, BLOCK_SIZE, "cpu"), host)
-        step.launch(
-            StepRows(views, [id(one) for one in running], [False] * len(running), True),
-            [one.state for one in running] if rank == 0 else None,
-        )
-        for sequence, token, row in zip(running, told(group, step.finish(), len(running)), logits, strict=True):
+        states = [one.state for one in running]
+        is_greedy = all(state.on_device() == GREEDY for state in states)
+        step.launch(StepRows(views, [id(one) for one in running], [False] * len(running), is_greedy), states if rank == 0 else None)
+        choices = step.finish()
+        for sequence, choice, row in zip(running, choices or [], logits, strict=False):
+            sequence.check(choice, row, most)
+        for sequence, token, row in zip(running, told(group, choices, len(running)), logits, strict=True):
             sequence.errors.append(float((row.max() - row[token]) / row.std()))
             agreed, picked = agreed + int(token == int(row.argmax())), picked + 1
             sequence.tokens.append(token)
