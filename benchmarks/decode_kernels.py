@@ -21,6 +21,7 @@ from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
 from kernels.vocabulary import MAX_SCREENED_TOKENS, ScreenScratch, choose_words
 from model.config import ModelConfig
 from model.decode_cuda import DecodeWeights
+from model.sampling import logprob_tables
 
 COPY_GBPS = 4300.0
 Row = tuple[str, int, float, float]
@@ -176,6 +177,7 @@ def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) ->
     yield "greedy", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
     rows.temperature.fill_(1.0)
     yield "sample", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, True)] * 10), out.nbytes
+    yield "log-probabilities of all rows", batch, graph_us([partial(logprob_tables, out, tokens, 20)] * 3), out.nbytes
     rows.top_k.fill_(50)
     rows.top_p.fill_(0.95)
     yield "sample top-k top-p", batch, graph_us([lambda: launch_sample(out, rows, lens, tokens, scratch, False)] * 10), out.nbytes

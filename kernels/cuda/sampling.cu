@@ -42,8 +42,30 @@ __device__ __forceinline__ Best block_best(Best mine, float* values, int* ids) {
   return mine;
 }
 
+template <bool NOISY>
 __device__ __forceinline__ Best candidate(const Draw& draw, float x, int id) {
-  return fabsf(x) <= 3.0e38f ? Best{perturbed(draw, x, id), id} : Best{INFINITY, -kNotFinite};
+  return fabsf(x) <= 3.0e38f ? Best{NOISY ? perturbed(draw, x, id) : x, id} : Best{INFINITY, -kNotFinite};
+}
+
+// A thread's best of every blockDim-th of four logits from `first` to `last`, both in fours.
+template <bool NOISY>
+__device__ __forceinline__ Best best_of(const Draw& draw, const float* logits, int first, int last) {
+  Best mine = {-INFINITY, kNotFinite};
+  constexpr int kTogether = 4;  // loads on their way at a time; what lies past the end repeats the last
+  for (int base = first + threadIdx.x; base < last; base += kTogether * blockDim.x) {
+    uint4 v[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) v[j] = load_global_16(logits + 4 * min(base + j * static_cast<int>(blockDim.x), last - 1));
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      const int id = 4 * min(base + j * static_cast<int>(blockDim.x), last - 1);
+      mine = better(mine, candidate<NOISY>(draw, __uint_as_float(v[j].x), id));
+      mine = better(mine, candidate<NOISY>(draw, __uint_as_float(v[j].y), id + 1));
+      mine = better(mine, candidate<NOISY>(draw, __uint_as_float(v[j].z), id + 2));
+      mine = better(mine, candidate<NOISY>(draw, __uint_as_float(v[j].w), id + 3));
+    }
+  }
+  return mine;
 }
 
 // grid (parts, rows): the best of a part, by logit or by logit / temperature + noise; the block that comes last compares the parts. Rows with
@@ -64,21 +86,7 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
   const int quads = a.vocab / 4, first = static_cast<int>(static_cast<long long>(quads) * blockIdx.x / parts);
   const int last = static_cast<int>(static_cast<long long>(quads) * (blockIdx.x + 1) / parts);
-  Best mine = {-INFINITY, kNotFinite};
-  constexpr int kTogether = 4;  // loads on their way at a time; what lies past the end repeats the last
-  for (int base = first + threadIdx.x; base < last; base += kTogether * blockDim.x) {
-    uint4 v[kTogether];
-#pragma unroll
-    for (int j = 0; j < kTogether; j++) v[j] = load_global_16(logits + 4 * min(base + j * static_cast<int>(blockDim.x), last - 1));
-#pragma unroll
-    for (int j = 0; j < kTogether; j++) {
-      const int id = 4 * min(base + j * static_cast<int>(blockDim.x), last - 1);
-      mine = better(mine, candidate(draw, __uint_as_float(v[j].x), id));
-      mine = better(mine, candidate(draw, __uint_as_float(v[j].y), id + 1));
-      mine = better(mine, candidate(draw, __uint_as_float(v[j].z), id + 2));
-      mine = better(mine, candidate(draw, __uint_as_float(v[j].w), id + 3));
-    }
-  }
+  Best mine = draw.is_noisy ? best_of<true>(draw, logits, first, last) : best_of<false>(draw, logits, first, last);
   mine = block_best(mine, values, ids);
   if (threadIdx.x == 0) {
     a.best[row * a.stride + blockIdx.x] = mine.value;
