@@ -129,7 +129,6 @@ class DecodeGroup:
     def difference(self, transfer_id: int, seed: int, *, alone: bool) -> str:
         """Returns: where a byte is not the truth's, or, if the transfer is `alone`, where a byte beside it was touched; empty if nowhere"""
         g, n = self.g, self.tokens[transfer_id]
-        torch.cuda.synchronize()
         for layer, slides in enumerate(g.sliding):
             first, _ = g.handover_blocks(n, sliding=slides)
             start = first * g.block_size_tokens
@@ -160,6 +159,10 @@ class DecodeGroup:
                 for view in self.views:
                     view.pool(sliding=bool(slides)).view(torch.int16)[:, torch.tensor(grant.block_ids, device=CUDA)] = POISON
             pool.free(grant.block_ids, f"{transfer_id}")
+        torch.cuda.current_stream().synchronize()  # not the device: what a stopped peer has begun may wait there for it
+
+    def wait_for_device(self) -> None:
+        """Until what a broken transfer has left on the device is over."""
         torch.cuda.synchronize()
 
     def plain_memory(self, nbytes: int) -> bytes:
