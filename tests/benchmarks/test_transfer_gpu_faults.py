@@ -46,7 +46,7 @@ class Group:
 
     def tell(self, name, reservation, seed, *, pause_at, hold_ms, deadline_s):
         assert name == "hand_over"
-        self.paused = (*reservation, pause_at)
+        self.paused = (*reservation, self.world.now_s + deadline_s)
         self.world.places.append(pause_at)
 
     def poll(self, timeout_s):
@@ -61,11 +61,13 @@ class Group:
     def answer(self, timeout_s=60.0):
         """Of the transfer that was broken."""
         assert self.can_answer
-        decode, number, _ = self.paused
+        decode, number, deadline = self.paused
         if decode.is_dead:
             return {"error": "PeerLost: gone", "digests": []}
         if decode.is_stopped:
             return {"error": "TransferTimeout: silent", "digests": []}
+        if self.world.now_s > deadline:
+            return {"error": "TransferTimeout: it writes nothing any more", "digests": []}
         if number in self.world.held[decode]:
             self.world.held[decode][number] = "written"
             return {"error": "", "digests": [number]}
@@ -83,6 +85,7 @@ class Group:
 class World:
     def __init__(self, *, writes_late=False):
         self.writes_late, self.late = writes_late, None
+        self.now_s = 0.0
         self.held, self.records, self.lines, self.places, self.started = {}, [], [], [], []
         self._numbers = itertools.count(100)
         self.prefill, self.decode = self.start(0), self.start(1)
@@ -90,6 +93,9 @@ class World:
     def start(self, side):
         self.started.append(Group(self, side))
         return self.started[-1]
+
+    def sleep(self, seconds):
+        self.now_s += seconds
 
     def next_id(self):
         return next(self._numbers)
@@ -102,15 +108,15 @@ class World:
         self.prefill, self.decode = self.start(0), self.start(1)
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch):
-    monkeypatch.setattr(transfer_gpu_faults.time, "sleep", lambda seconds: None)
+def play(monkeypatch, world, transport):
+    monkeypatch.setattr(transfer_gpu_faults.time, "sleep", world.sleep)
+    FaultMatrix(world, transport).run()
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
-def test_either_side_breaks_either_way_at_every_place(transport):
+def test_either_side_breaks_either_way_at_every_place(monkeypatch, transport):
     world = World()
-    FaultMatrix(world, transport).run()
+    play(monkeypatch, world, transport)
     cases = {(r["side"], r["fault"], r["place"]) for r in world.records}
     assert cases == set(itertools.product(("prefill", "decode"), ("killed", "stopped"), ("byte 0", "half", "end")))
     assert world.places == [0, 6, 12] * 4
@@ -122,10 +128,20 @@ def test_either_side_breaks_either_way_at_every_place(transport):
     assert told == {"its blocks withheld until it spoke" if transport == "cuda_ipc" else "blocks of others meanwhile, late writes refused"}
 
 
-def test_a_late_write_fails_its_case_and_the_others_go_on():
+@pytest.mark.parametrize(("transport", "told"), [("cuda_ipc", "all acknowledged, bytes equal"), ("tcp", "TransferGivenUp: revoked")])
+def test_a_writer_that_was_stopped_does_write_late(monkeypatch, transport, told):
+    """One whose own deadline has passed writes nothing, and shows nothing of what becomes of late writes."""
+    world = World()
+    play(monkeypatch, world, transport)
+    stopped = [r["outcome"] for r in world.records if (r["side"], r["fault"]) == ("prefill", "stopped")]
+    assert len(stopped) == 3
+    assert all(outcome.endswith(told) for outcome in stopped)
+
+
+def test_a_late_write_fails_its_case_and_the_others_go_on(monkeypatch):
     world = World(writes_late=True)
     with pytest.raises(AssertionError, match="tcp, prefill stopped at byte 0; tcp, prefill stopped at half; tcp, prefill stopped at end"):
-        FaultMatrix(world, "tcp").run()
+        play(monkeypatch, world, "tcp")
     assert len(world.records) == 12
     assert sum(r["outcome"].startswith("FAILED") for r in world.records) == 3
 
@@ -134,4 +150,4 @@ def test_a_survivor_that_is_free_too_late_fails_its_case(monkeypatch):
     clock = itertools.count(0, 4.0)
     monkeypatch.setattr(transfer_gpu_faults.time, "monotonic", lambda: next(clock))
     with pytest.raises(AssertionError, match="decode killed at byte 0"):
-        FaultMatrix(World(), "nccl").run()
+        play(monkeypatch, World(), "nccl")
