@@ -48,13 +48,15 @@ class Bench:
     """The two groups that most parts use, the parts, and what they found."""
 
     def __init__(self, out: Path, victims: int, seconds: float, gpus: tuple[int, int], commit: str):
-        self.out, self.victims, self.gpus, self.commit = out, victims, gpus, commit
+        self.out, self.victims, self.gpus = out, victims, gpus
         self.ends_at = time.monotonic() + seconds
         self.context = multiprocessing.get_context("spawn")
         self.lines: list[str] = []
         self.records: list[dict] = []
         self.failed: list[str] = []
         self.transfer_id = 100
+        device = f"{len(set(gpus))} x NVIDIA H200"
+        self.stamp = {"date": datetime.date.today().isoformat(), "device": device, "commit": commit}
         self.children: list[Child] = []
         self.prefill, self.decode = self.start(0), self.start(1)
         self.standby = [self.start(0), self.start(1)]
@@ -107,12 +109,7 @@ class Bench:
 
     def record(self, transport: str, tp_from: int, tp_to: int, nbytes: int, gb_per_s: float, plain: float, **more: object) -> None:
         fields = {"transport": transport, "tp_from": tp_from, "tp_to": tp_to, "bytes": nbytes, "gb_per_s": round(gb_per_s, 2)}
-        fields |= {
-            "plain_copy_gb_per_s": round(plain, 2),
-            "date": datetime.date.today().isoformat(),
-            "device": f"{len(set(self.gpus))} x NVIDIA H200",
-        }
-        self.records.append(fields | {"commit": self.commit} | more)
+        self.records.append(fields | {"plain_copy_gb_per_s": round(plain, 2)} | self.stamp | more)
 
     # -- checks ------------------------------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,12 @@ What = Literal["killed", "stopped"]
 
 
 class Groups(Protocol):
-    """What the benchmark lends: a pair that survives, fresh processes, numbers, and where lines and records go."""
+    """What the benchmark lends: a pair that survives, fresh processes, numbers, a stamp for records, and where they and lines go."""
 
     prefill: Child
     decode: Child
     records: list[dict]
+    stamp: dict
 
     def start(self, side: int) -> Child: ...
     def next_id(self) -> int: ...
@@ -79,7 +80,7 @@ class FaultMatrix:
                 self._groups.say(f"{name}: survivor free after {outcome.free_s:.2f} s, {outcome.told}; another pair equal")
             self._groups.records.append(
                 {"fault": what, "transport": self._transport, "side": ("prefill", "decode")[side], "place": place,
-                 "free_s": round(outcome.free_s, 3), "deadline_s": DEADLINE_S, "outcome": outcome.told}
+                 "free_s": round(outcome.free_s, 3), "deadline_s": DEADLINE_S, "outcome": outcome.told, **self._groups.stamp}
             )  # fmt: skip
         for child in [*self._stopping.values(), *self._fresh[PREFILL], *self._fresh[DECODE]]:
             child.kill()

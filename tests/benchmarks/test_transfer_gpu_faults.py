@@ -85,7 +85,7 @@ class Group:
 class World:
     def __init__(self, *, writes_late=False):
         self.writes_late, self.late = writes_late, None
-        self.now_s = 0.0
+        self.now_s, self.stamp = 0.0, {"commit": "c0ffee"}
         self.held, self.records, self.lines, self.places, self.started = {}, [], [], [], []
         self._numbers = itertools.count(100)
         self.prefill, self.decode = self.start(0), self.start(1)
@@ -120,6 +120,7 @@ def test_either_side_breaks_either_way_at_every_place(monkeypatch, transport):
     cases = {(r["side"], r["fault"], r["place"]) for r in world.records}
     assert cases == set(itertools.product(("prefill", "decode"), ("killed", "stopped"), ("byte 0", "half", "end")))
     assert world.places == [0, 6, 12] * 4
+    assert all(r["commit"] == "c0ffee" for r in world.records)
     assert not any("FAILED" in line for line in world.lines)
     assert all(group.is_dead for group in world.started[2:])  # those that broke; the pair that survived lives
     assert not world.prefill.is_dead
