@@ -4,7 +4,7 @@ simulator runs.
     python -m benchmarks.economics compare --out benchmarks/results/economics.json
     python -m benchmarks.economics speed --requests 1000000 --groups 2000 --out benchmarks/results/simulator.json
 
-Pools are of the shipped H200 profile of gpt-oss-120b (derived cells). All policies see the same requests; only the choice differs.
+Pools are of the shipped H200 profile of gpt-oss-120b. All policies see the same requests; only the choice differs.
 """
 
 from __future__ import annotations

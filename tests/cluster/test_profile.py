@@ -12,7 +12,6 @@ from cluster.profile import (
     Curve,
     DecodeCell,
     PrefillCell,
-    Profile,
     Surface,
     builtin_profile,
     decode_surface,
@@ -20,7 +19,7 @@ from cluster.profile import (
     prefill_curve,
     save_profile,
 )
-from cluster.profiles.derive_h200 import MODELS, derive
+from cluster.profiles.make_h200 import MODELS, make
 from common.errors import ConfigError
 
 
@@ -32,9 +31,9 @@ def decode_cells(points) -> list[DecodeCell]:
     return [DecodeCell(batch=batch, context_tokens=context, ms=ms, how="measured") for batch, context, ms in points]
 
 
-def test_builtin_h200_files_are_what_their_derivation_gives():
+def test_the_shipped_h200_files_are_what_the_records_in_the_tree_make():
     for shape, layers in zip(MODELS, (36, 24), strict=True):
-        assert builtin_profile(layers, on_cuda=True) == derive(shape)
+        assert builtin_profile(layers, on_cuda=True) == make(shape)
 
 
 def test_builtin_profile_by_model_and_device():
@@ -151,6 +150,6 @@ def test_profiles_are_frozen():
         builtin_profile(None, on_cuda=False).model = "other"
 
 
-def test_profile_has_a_label():
-    assert isinstance(builtin_profile(36, on_cuda=True), Profile)
-    assert builtin_profile(36, on_cuda=True).label == "gpt-oss-120b on NVIDIA H200 SXM, 2026-11-30"
+def test_a_profile_s_label_says_of_what_and_when():
+    profile = builtin_profile(36, on_cuda=True)
+    assert profile.label == f"gpt-oss-120b on NVIDIA H200 SXM, {profile.created}"
