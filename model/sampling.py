@@ -150,8 +150,21 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
         if token_id is None:
             out.append(ServingError(f"no token is left for output token {state.num_output}: the request's masks exclude all"))
             continue
-        out.append(TokenChoice(token_id, _logprobs(logits[row], token_id, state.params.logprobs)))
+        out.append(TokenChoice(token_id))
+    _add_logprobs(out, logits, states)
     return out
+
+
+def _add_logprobs(choices: list[TokenChoice | ServingError], logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Effects: those who asked get theirs, all rows at once"""
+    asking = [(row, c, s.params.logprobs) for row, (c, s) in enumerate(zip(choices, states, strict=True)) if isinstance(c, TokenChoice)]
+    told = [(row, choice, count) for row, choice, count in asking if count is not None]
+    if not told:
+        return
+    rows, token_ids = [row for row, _, _ in told], torch.tensor([choice.token_id for _, choice, _ in told])
+    tables = logprob_tables(logits[rows], token_ids, max(count for _, _, count in told))
+    for (row, choice, count), chosen, values, ids in zip(told, *(table.tolist() for table in tables), strict=True):
+        choices[row] = replace(choice, logprobs=told_logprobs(chosen, values[:count], ids[:count]))
 
 
 def _pick(x: Tensor, state: SamplingState) -> int | None:
@@ -199,13 +212,6 @@ def _likeliest(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]
     inside = kept.cumsum(0) - kept < params.top_p * total  # the share of all likelier ones
     inside[0] = True
     return ids[inside], kept[inside]
-
-
-def _logprobs(logits: Tensor, token_id: int, count: int | None) -> types_pb2.TokenLogprobs | None:
-    if count is None:
-        return None
-    chosen, values, ids = logprob_tables(logits[None], torch.tensor([token_id]), count)
-    return told_logprobs(chosen.item(), values[0].tolist(), ids[0].tolist())
 
 
 def logprob_tables(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
