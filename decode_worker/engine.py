@@ -278,6 +278,7 @@ class DecodeEngine:
         self._step += 1
         now_s = self._clock()
         self._last_step_s, self._step_began_s = now_s - self._step_began_s, now_s
+        self._pace.stepped(self._last_step_s)
         self._metrics.stepped(self._last_step_s, len(rows), now_s)
 
     def _advance(self, rows: list[Row], choices: list[TokenChoice | ServingError]) -> None:

@@ -19,6 +19,7 @@ from tests.support.faults.plan import FaultSettings
 POOLS = (PoolPlan("prefill", 1, 1), PoolPlan("decode", 1, 1))
 SHAPE = Shape(prompt_tokens=(50, 50), max_tokens=(2, 4), seeded_in=0)
 PREFILL_S_PER_TOKEN = 4e-3  # 0.2 s per request
+SLOW_STEP_S, ROUNDS = 0.25, 6
 
 
 def run_overload(folder: Path, size: int, seed: int) -> Result:
@@ -79,10 +80,14 @@ async def _closed(bed: FaultBed, seed: int, *, seconds: float, at_once: int) -> 
 
 
 def run_slow(folder: Path, size: int, seed: int) -> Result:
-    """`size` clients that read nothing beside as many normal ones, against the normal ones alone."""
+    """`size` clients that read nothing beside as many normal ones, against the normal ones alone.
+
+    A step takes `SLOW_STEP_S` whatever is in it: it is long enough for this machine to compute all rows of both kinds meanwhile, so that
+    the pace shows what stuck streams do to others, and not what it costs here to make their tokens before they are closed.
+    """
     config = fault_config(folder, POOLS, router={"stream_buffer_tokens": 64, "default_deadline_s": 120.0})
     roomy = [pool.model_copy(update={"kv_blocks": 160 * size, "max_batch": 2 * size}) for pool in config.pools]
-    with fault_bed(folder, config.model_copy(update={"pools": roomy}), FaultSettings(str(folder), seed, decode_s=0.05)) as bed:
+    with fault_bed(folder, config.model_copy(update={"pools": roomy}), FaultSettings(str(folder), seed, decode_s=SLOW_STEP_S)) as bed:
         return asyncio.run(_slow(bed, size, seed))
 
 
@@ -113,7 +118,7 @@ class Company:
 async def _slow(bed: FaultBed, size: int, seed: int) -> Result:
     result = Result()
     pace: dict[bool, list[float]] = {True: [], False: []}
-    shape = Shape(prompt_tokens=(8, 8), max_tokens=(40, 40), seeded_in=0)
+    shape = Shape(prompt_tokens=(8, 8), max_tokens=(20, 20), seeded_in=0)
     async with following(bed):
         await bed.until_whole()
         for is_alone in (True, False, True, False):  # in turn, so that a change of the machine's own pace hits both
@@ -122,8 +127,9 @@ async def _slow(bed: FaultBed, size: int, seed: int) -> Result:
                 company.start()
             clients = Clients(bed.router_address, shape, bed.oracle, seed=seed)
             began = time.monotonic()
-            await clients.closed_loop(10 * size, size)
-            pace[is_alone].append(10 * size / (time.monotonic() - began))
+            await clients.closed_loop(ROUNDS * size, size)
+            pace[is_alone].append(ROUNDS * size / (time.monotonic() - began))
+            print(f"{'alone' if is_alone else 'beside stuck ones'}: {pace[is_alone][-1]:.2f} requests/s", flush=True)
             await clients.close()
             if company is not None:
                 await _until_ended(company, result)

@@ -23,6 +23,16 @@ def test_half_of_the_wait_for_a_device_is_free():
     assert settled(0.29e-3, waited_s=1e-3).allowance() == 3
 
 
+def test_slow_steps_leave_room_for_more_so_that_the_pool_fills():
+    """64 sequences of 40 tokens at steps of 0.3 s: 3.2 admissions a step keep the pool full; one a step would leave 51 of 64 rows empty."""
+    pace = settled(0.7e-3)
+    assert pace.allowance() == 1
+    pace.stepped(0.3)
+    assert pace.allowance() >= 2 * 64 / 40
+    pace.stepped(0.01)
+    assert pace.allowance() == 1
+
+
 def test_one_slow_turn_is_forgotten():
     pace = settled(0.1e-3)
     pace.took(1, 0.05)

@@ -57,7 +57,8 @@ _KV_VALUES = 251  # small whole numbers, exact in bfloat16
 class FakeModelBuilder:
     """Builds the fake in place of `model.build.build_model`. Picklable, for ranks in processes of their own.
 
-    `prefill_s_per_token`, `decode_s`: how long a chunk's token and a decode step take. `fail_token`: a forward pass over it raises.
+    `prefill_s_per_token`: what a chunk's token takes besides its computation; `decode_s`: what a decode step takes, unless computing it
+    takes longer: steps keep their pace whatever is in them, as a GPU's do. `fail_token`: a forward pass over it raises.
     `nan_token`: logits after it are NaN. `sleep_token`: a forward pass over it takes 3 s longer. `ahead`: decode steps run like those of a
     GPU, one ahead of what the host knows.
     """
@@ -82,11 +83,17 @@ class FakeModel:
         self._group = group
 
     def forward(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None = None) -> Tensor | None:
-        settings, tokens = self._settings, batch.token_ids.tolist()
+        settings, tokens, began = self._settings, batch.token_ids.tolist(), time.monotonic()
         if settings.fail_token in tokens:
             raise KernelError(f"token {settings.fail_token} makes this model fail")
         is_decode = len(tokens) == len(batch.seq_lens)
-        time.sleep((settings.decode_s if is_decode else settings.prefill_s_per_token * len(tokens)) + 3 * (settings.sleep_token in tokens))
+        time.sleep((0.0 if is_decode else settings.prefill_s_per_token * len(tokens)) + 3 * (settings.sleep_token in tokens))
+        logits = self._compute(batch, kv, on_layer, tokens)
+        if is_decode:
+            time.sleep(max(0.0, settings.decode_s - (time.monotonic() - began)))
+        return logits
+
+    def _compute(self, batch: StepBatch, kv: KVCache, on_layer: Callable[[int], None] | None, tokens: list[int]) -> Tensor | None:
         for layer, slides in enumerate(CONFIG.sliding):
             _write(layer, batch, batch.sliding if slides else batch.full, kv)
             if on_layer:
@@ -98,7 +105,7 @@ class FakeModel:
             return None
         logits = torch.stack([logits_for(int(s)) for s in sums]) if sequences else torch.empty(0, CONFIG.vocab_size)
         for row, b in enumerate(sequences):
-            if settings.nan_token is not None and tokens[ends[b]] == settings.nan_token:
+            if self._settings.nan_token is not None and tokens[ends[b]] == self._settings.nan_token:
                 logits[row, 5] = float("nan")
         return logits
 
