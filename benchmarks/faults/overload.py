@@ -19,7 +19,7 @@ from tests.support.faults.plan import FaultSettings
 POOLS = (PoolPlan("prefill", 1, 1), PoolPlan("decode", 1, 1))
 SHAPE = Shape(prompt_tokens=(50, 50), max_tokens=(2, 4), seeded_in=0)
 PREFILL_S_PER_TOKEN = 4e-3  # 0.2 s per request
-SLOW_STEP_S, ROUNDS = 0.25, 6
+SLOW_STEP_S, ROUNDS = 0.4, 3
 
 
 def run_overload(folder: Path, size: int, seed: int) -> Result:
@@ -83,7 +83,8 @@ def run_slow(folder: Path, size: int, seed: int) -> Result:
     """`size` clients that read nothing beside as many normal ones, against the normal ones alone.
 
     A step takes `SLOW_STEP_S` whatever is in it: it is long enough for this machine to compute all rows of both kinds meanwhile, so that
-    the pace shows what stuck streams do to others, and not what it costs here to make their tokens before they are closed.
+    the pace shows what stuck streams do to others, and not what it costs here to make their tokens before they are closed. It is measured
+    from when all stuck ones run: until then they are fifty arrivals like any other.
     """
     config = fault_config(folder, POOLS, router={"stream_buffer_tokens": 64, "default_deadline_s": 120.0})
     roomy = [pool.model_copy(update={"kv_blocks": 160 * size, "max_batch": 2 * size}) for pool in config.pools]
@@ -118,13 +119,14 @@ class Company:
 async def _slow(bed: FaultBed, size: int, seed: int) -> Result:
     result = Result()
     pace: dict[bool, list[float]] = {True: [], False: []}
-    shape = Shape(prompt_tokens=(8, 8), max_tokens=(20, 20), seeded_in=0)
+    shape = Shape(prompt_tokens=(8, 8), max_tokens=(40, 40), seeded_in=0)
     async with following(bed):
         await bed.until_whole()
         for is_alone in (True, False, True, False):  # in turn, so that a change of the machine's own pace hits both
             company = None if is_alone else Company(bed.router_address, size)
             if company is not None:
                 company.start()
+                await _until_running(bed, size)
             clients = Clients(bed.router_address, shape, bed.oracle, seed=seed)
             began = time.monotonic()
             await clients.closed_loop(ROUNDS * size, size)
@@ -140,6 +142,16 @@ async def _slow(bed: FaultBed, size: int, seed: int) -> Result:
     result.must("pace_percent_beside_stuck", 100 * sum(pace[False]) / sum(pace[True]), at_least=95)
     result.must("success_percent", bed.oracle.success_percent(), at_least=100)
     return result
+
+
+async def _until_running(bed: FaultBed, count: int) -> None:
+    """Asks ten times a second: a router tells nobody of its own accord."""
+    async with grpc.aio.insecure_channel(bed.router_address) as channel:
+        stub, running = router_pb2_grpc.RouterStub(channel), 0
+        while running < count:
+            await asyncio.sleep(0.1)
+            loads = await stub.GetLoads(router_pb2.GetLoadsRequest(), timeout=10)
+            running = sum(group.load.running for group in loads.groups)
 
 
 async def _until_ended(company: Company, result: Result) -> None:
