@@ -152,6 +152,18 @@ def differing(left: list[list[int]], right: list[list[int]]) -> int:
     return sum(a != b for a, b in zip(left, right, strict=True))
 
 
+class Progress:
+    """Prints what groups do when it changes. Units: began: time.monotonic() of the start"""
+
+    def __init__(self, began: float):
+        self._began, self._shown = began, set[str]()
+
+    def __call__(self, rows: list[dict]) -> None:
+        for line in {f"{row['group'] or row['pool']} {row['state']} {row['error']}" for row in rows} - self._shown:
+            print(f"{time.monotonic() - self._began:.0f} s: {line}", flush=True)
+            self._shown.add(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -178,14 +190,9 @@ def main() -> None:
     os.environ["TANDEM_STATE_DIR"] = str(folder.resolve() / "state")
     rounds = {}
     try:
-        shown: set[str] = set()
-
-        def say(rows: list[dict]) -> None:
-            for line in {f"{row['group'] or row['pool']} {row['state']} {row['error']}" for row in rows} - shown:
-                print(f"{time.monotonic() - began:.0f} s: {line}", flush=True)
-                shown.add(line)
-
-        state = bring_up(cluster_config(path, device, settings, arguments.transport, arguments.rows, arguments.requests), NAME, say)
+        state = bring_up(
+            cluster_config(path, device, settings, arguments.transport, arguments.rows, arguments.requests), NAME, Progress(began)
+        )
         print(f"cluster up: {time.monotonic() - began:.0f} s", flush=True)
         for name in ("cold", "warm"):
             rounds[name] = asyncio.run(ask_all(str(state.router_address), prompts, arguments.max_tokens))
