@@ -70,13 +70,16 @@ async def sweep(
     always whole, and each cell says whether it was measured.
 
     `on_progress(done, total, cell, result)`: before each cell with None, after it with what was measured.
-    Raises: ConfigError if there is no group of a role or the journal is of another model; ServingError if a group fails
+    Raises: ConfigError if there is no group of a role, or if journal or kept profile are of another model or hardware; ServingError if a
+        group fails
     """
     cells = plan_sweep(groups, settings, guess)
-    kept = _kept_profile(path, settings, guess)
+    kept = _kept_profile(path, model, hardware, settings, guess)
     for role in ROLES if settings.role is None else (settings.role,):
         if not any(cell.role == role for cell in cells):
             raise ConfigError(f"sweep: no {role} group that could be measured")
+    if not any(group.role == types_pb2.ROLE_PREFILL for group in groups):
+        raise ConfigError("sweep: no prefill group, which decode steps need too: it fills their contexts")
     journal = Journal(path.with_name(path.name + ".journal"), f"{model} on {hardware}")
     async with SweepBench(groups, settings) as bench:
         for done, cell in enumerate(cells):
@@ -122,8 +125,15 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def _kept_profile(path: Path, settings: SweepSettings, guess: Profile) -> Profile:
-    return load_profile(path) if settings.role is not None and path.exists() else guess
+def _kept_profile(path: Path, model: str, hardware: str, settings: SweepSettings, guess: Profile) -> Profile:
+    if settings.role is None or not path.exists():
+        return guess
+    kept = load_profile(path)
+    if (kept.model, kept.hardware) != (model, hardware):
+        raise ConfigError(
+            f"{path} is of {kept.model} on {kept.hardware}, not of {model} on {hardware}: one role alone can't be put into it"
+        )
+    return kept
 
 
 def _profile_of(

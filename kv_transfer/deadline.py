@@ -10,15 +10,21 @@ from common.errors import TransferTimeout
 class Deadline:
     """A moment on the monotonic clock that can be moved closer from another thread, e.g. when the transfer is aborted."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, whole: Deadline | None = None):
         self._at = time.monotonic() + seconds
+        self._whole = whole
+
+    def part(self, seconds: float) -> Deadline:
+        """That of a part of the work: so many seconds from now, and never later than the whole's, should that be cut meanwhile."""
+        return Deadline(seconds, self)
 
     def cut(self, seconds: float) -> None:
         """At most `seconds` from now are left."""
         self._at = min(self._at, time.monotonic() + seconds)
 
     def left_s(self) -> float:
-        return self._at - time.monotonic()
+        own_s = self._at - time.monotonic()
+        return own_s if self._whole is None else min(own_s, self._whole.left_s())
 
     def check(self, what: str) -> None:
         """Raises: TransferTimeout if the moment has passed"""

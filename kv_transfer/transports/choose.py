@@ -148,7 +148,7 @@ class LinkOpener:
         best_s, nbytes = float("inf"), 0
         for _ in range(_PROBE_ROUNDS):
             began = time.perf_counter()
-            nbytes = link.probe(Deadline(min(_PROBE_TIMEOUT_S, deadline.left_s())))
+            nbytes = link.probe(deadline.part(_PROBE_TIMEOUT_S))
             best_s = min(best_s, time.perf_counter() - began)
         return nbytes / best_s / 1e9 if nbytes else None
 

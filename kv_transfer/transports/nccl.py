@@ -58,7 +58,7 @@ class NcclLink:
         try:
             pair_id = device.new_pair_id()
             self._control.send_pair(pair_id, deadline)
-            self._pair = device.join_pair(pair_id, 0, Deadline(min(_JOIN_TIMEOUT_S, deadline.left_s())))
+            self._pair = device.join_pair(pair_id, 0, deadline.part(_JOIN_TIMEOUT_S))
         except BaseException:
             self._control.close()
             raise

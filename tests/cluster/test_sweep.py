@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.profile import builtin_profile, load_profile
+from cluster.profile import builtin_profile, load_profile, save_profile
 from cluster.sweep import plan_sweep, sweep
 from cluster.sweep_bench import SweepSettings
 from common.errors import ConfigError, WorkerLost
@@ -83,6 +83,23 @@ async def test_one_role_alone_leaves_the_other_half_as_it_was(tmp_path):
         with pytest.raises(ConfigError, match="no decode group"):
             await run(found[:2], path, decode)
     assert load_profile(path) == second
+
+
+async def test_one_role_alone_is_not_put_into_the_profile_of_another_model_or_hardware(tmp_path):
+    path, prefill = tmp_path / "p.json", replace(SETTINGS, role="prefill")
+    for other in ({"model": "other"}, {"hardware": "other"}):
+        save_profile(GUESS.model_copy(update={"model": "fake", "hardware": "none"} | other), path)
+        before = path.read_text()
+        async with groups() as found:
+            with pytest.raises(ConfigError, match="other"):
+                await run(found, path, prefill)
+        assert path.read_text() == before
+
+
+async def test_decode_alone_needs_a_prefill_group_that_fills_its_contexts(tmp_path):
+    async with groups() as found:
+        with pytest.raises(ConfigError, match="no prefill group"):
+            await run(found[2:], tmp_path / "p.json", replace(SETTINGS, role="decode"))
 
 
 async def test_a_broken_off_sweep_goes_on_where_it_stopped(tmp_path):
