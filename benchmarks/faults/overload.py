@@ -145,8 +145,8 @@ async def _slow(bed: FaultBed, size: int, seed: int) -> Result:
 
 
 async def _until_running(bed: FaultBed, count: int) -> None:
-    """Asks ten times a second: a router tells nobody of its own accord."""
-    async with grpc.aio.insecure_channel(bed.router_address) as channel:
+    """Asks ten times a second: a router tells nobody of its own accord. Raises: TimeoutError if one ends before all run"""
+    async with asyncio.timeout(120), grpc.aio.insecure_channel(bed.router_address) as channel:
         stub, running = router_pb2_grpc.RouterStub(channel), 0
         while running < count:
             await asyncio.sleep(0.1)
