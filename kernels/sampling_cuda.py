@@ -18,6 +18,7 @@ from kernels import cuda_library
 
 PARTS = 64
 BAD_LOGITS = -1
+LARGEST_INVERSE = 1e30  # of a temperature: logits times it are finite, and noise is nothing beside them
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def sample_ref(logits: Tensor, rows: SamplingRows, seq_lens: Tensor) -> Tensor:
         temperature = float(rows.temperature[b])
         if temperature > 0:
             x = _filtered(x, temperature, int(rows.top_k[b]), float(rows.top_p[b]), float(rows.min_p[b]))
-            x = x * (1.0 / temperature) + gumbel_ref(int(rows.seed[b]), position, x.shape[0])
+            x = x * min(1.0 / temperature, LARGEST_INVERSE) + gumbel_ref(int(rows.seed[b]), position, x.shape[0])
         out[b] = int(x.argmax())
     return out
 

@@ -62,6 +62,9 @@ class SamplingState:
         self.params = params
         self.num_output = 0
         self._seed = (params.seed or 0) & (2**64 - 1)
+        p, seed = params, self._seed & (2**63 - 1)
+        greedy = replace(GREEDY, logprobs=p.logprobs)
+        self._device = greedy if p.temperature == 0 else DeviceSampling(p.temperature, p.top_k or 0, p.top_p, p.min_p, seed, p.logprobs)
         self._stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64)
         self._allowed = torch.tensor(sorted(params.allowed_token_ids), dtype=torch.int64)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
@@ -96,12 +99,7 @@ class SamplingState:
 
     def on_device(self) -> DeviceSampling | None:
         """What a GPU needs to pick the next token alone; None if that takes the logits here."""
-        p = self.params
-        if not self.is_unmasked:
-            return None
-        if p.temperature == 0:
-            return replace(GREEDY, logprobs=p.logprobs)
-        return DeviceSampling(p.temperature, p.top_k or 0, p.top_p, p.min_p, self._seed & (2**63 - 1), p.logprobs)
+        return self._device if self.is_unmasked else None
 
     def uniform(self) -> float:
         """A number in [0, 1) that depends on the seed and the index of the next output token alone (Philox 4x64, counter = index)."""

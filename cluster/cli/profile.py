@@ -14,7 +14,7 @@ from cluster.cli.load_options import profile_from
 from common.errors import ConfigError
 from common.proto import router_pb2
 
-USD_PER_GPU_HOUR = 3.0
+PriceOption = Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")]
 
 
 @app.command()
@@ -30,6 +30,7 @@ def sweep(
     ] = "both",
     runs: Annotated[int, typer.Option(min=1, help="Prefills per length.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps per decode cell.")] = 100,
+    usd_per_gpu_hour: PriceOption = 3.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run, and for how long.")] = False,
     name: NameOption = "default",
     router: RouterOption = None,
@@ -76,7 +77,7 @@ def sweep(
                 on_progress=lambda done, total, cell, result: bar.update(task, completed=done, total=total, description=cell.key),
             )
         )
-    typer.echo(to_markdown(measured, settings.contexts, USD_PER_GPU_HOUR))
+    typer.echo(to_markdown(measured, settings.contexts, usd_per_gpu_hour))
     out.print(f"{profile}: {len(cells)} cells; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
 
 
@@ -87,7 +88,7 @@ def tables(
         Path | None, typer.Option("--out", help="Folder for Markdown, CSV, PNG and one HTML page; unset = print the Markdown.")
     ] = None,
     contexts: Annotated[str, typer.Option("--contexts", help="Decode contexts [tokens].")] = "8192,32768",
-    usd_per_gpu_hour: Annotated[float, typer.Option("--price", min=0.001, help="$ per GPU-hour.")] = USD_PER_GPU_HOUR,
+    usd_per_gpu_hour: PriceOption = 3.0,
 ) -> None:
     """Show latency and price: prefill by length, decode speed against $ per 1M output tokens."""
     from cluster.tables import to_markdown, write_all

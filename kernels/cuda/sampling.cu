@@ -19,9 +19,8 @@ struct SampleArgs {
   int32_t* arrived;              // [rows], zero before and after
   int vocab, stride;             // of best and best_id
   int keep_greedy;               // rows without a temperature keep their token
-  __device__ __forceinline__ bool has_filter(int row) const {
-    const int k = __ldg(top_k + row);
-    return __ldg(temperature + row) > 0.0f && ((k > 0 && k < vocab) || __ldg(top_p + row) < 1.0f || __ldg(min_p + row) > 0.0f);
+  __device__ __forceinline__ bool is_filtered(int row) const {
+    return has_filter(__ldg(temperature + row), __ldg(top_k + row), __ldg(top_p + row), __ldg(min_p + row), vocab);
   }
 };
 
@@ -81,8 +80,7 @@ __global__ void __launch_bounds__(256) greedy(SampleArgs a) {
     if (blockIdx.x == 0 && threadIdx.x == 0) a.tokens[row] = 0;
     return;
   }
-  const bool has_filter = a.has_filter(row);
-  const Draw draw = draw_of(has_filter ? 0.0f : __ldg(a.temperature + row), __ldg(a.seed + row), __ldg(a.seq_lens + row));
+  const Draw draw = draw_of(a.is_filtered(row) ? 0.0f : __ldg(a.temperature + row), __ldg(a.seed + row), __ldg(a.seq_lens + row));
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
   const int quads = a.vocab / 4, first = static_cast<int>(static_cast<long long>(quads) * blockIdx.x / parts);
   const int last = static_cast<int>(static_cast<long long>(quads) * (blockIdx.x + 1) / parts);
@@ -200,18 +198,18 @@ __global__ void __launch_bounds__(kThreads) sample_row(SampleArgs a) {
   const int row = blockIdx.x;
   wait_for_previous_kernel();
   start_next_kernel();
-  if (__ldg(a.seq_lens + row) == 0 || !a.has_filter(row) || __ldcg(a.tokens + row) == kBadLogits) return;
+  if (__ldg(a.seq_lens + row) == 0 || !a.is_filtered(row) || __ldcg(a.tokens + row) == kBadLogits) return;
   const float temperature = __ldg(a.temperature + row);
   const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
-  const float inverse = 1.0f / temperature, top = __ldcg(a.best + row * a.stride);
+  const Draw draw = draw_of(temperature, __ldg(a.seed + row), __ldg(a.seq_lens + row));
+  const float top = __ldcg(a.best + row * a.stride);
   const float min_p = __ldg(a.min_p + row), top_p = __ldg(a.top_p + row);
   const int top_k = __ldg(a.top_k + row);
   uint32_t floor_key = 0;
   if (top_k > 0 && top_k < a.vocab)
-    floor_key = max(floor_key, select_key<false>(logits, a.vocab, 0, top_k, 0.0, top, inverse, bins, shared));
-  if (top_p < 1.0f) floor_key = max(floor_key, select_key<true>(logits, a.vocab, floor_key, 0, top_p, top, inverse, bins, shared));
+    floor_key = max(floor_key, select_key<false>(logits, a.vocab, 0, top_k, 0.0, top, draw.inverse, bins, shared));
+  if (top_p < 1.0f) floor_key = max(floor_key, select_key<true>(logits, a.vocab, floor_key, 0, top_p, top, draw.inverse, bins, shared));
   if (min_p > 0.0f) floor_key = max(floor_key, to_key(top + logf(min_p) * temperature));
-  const Draw draw = draw_of(temperature, __ldg(a.seed + row), __ldg(a.seq_lens + row));
   Best mine = {-INFINITY, kNotFinite};
   each_logit(logits, a.vocab, [&](int id, float x) {
     if (to_key(x) >= floor_key) mine = better(mine, {perturbed(draw, x, id), id});

@@ -27,6 +27,13 @@ __device__ __forceinline__ float gumbel(unsigned long long seed, uint32_t positi
   return -logf(-logf(u));
 }
 
+constexpr float kLargestInverse = 1e30f;  // of a temperature: logits times it are finite, and noise is nothing beside them
+
+// Whether the token takes more than the largest of logit / temperature + noise over all words.
+__device__ __forceinline__ bool has_filter(float temperature, int top_k, float top_p, float min_p, int vocab) {
+  return temperature > 0.0f && ((top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f);
+}
+
 struct Draw {
   float inverse;  // of the temperature, 1 for greedy
   bool is_noisy;
@@ -35,7 +42,7 @@ struct Draw {
 };
 __device__ __forceinline__ Draw draw_of(float temperature, long long seed, int position) {
   const bool is_noisy = temperature > 0.0f;
-  return {is_noisy ? 1.0f / temperature : 1.0f, is_noisy, static_cast<uint32_t>(position), static_cast<unsigned long long>(seed)};
+  return {is_noisy ? fminf(1.0f / temperature, kLargestInverse) : 1.0f, is_noisy, static_cast<uint32_t>(position), static_cast<unsigned long long>(seed)};
 }
 // What the token of the largest one is chosen by: grows with the logit, for the same draw and token.
 __device__ __forceinline__ float perturbed(const Draw& draw, float logit, int token) {

@@ -49,8 +49,9 @@ __device__ __forceinline__ Token split_token(const uint16_t* x, int columns, uns
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
   squares = warp_sum(squares);
-  const bool usable = squares <= 3.0e38f;  // no NaN, nothing infinite
-  const float inverse = usable && most > 0.0f ? kLevels / most : 0.0f;
+  const bool is_finite = squares <= 3.0e38f;
+  const bool is_tiny = is_finite && most < 1e-30f;  // too small for its inverse: its 16-bit form misses all of it
+  const float inverse = is_finite && !is_tiny ? kLevels / most : 0.0f;
   for (int i = lane; i < pieces; i += 32) {
     const uint4 v = load_global_16(x + 8 * i);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -58,7 +59,7 @@ __device__ __forceinline__ Token split_token(const uint16_t* x, int columns, uns
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const float value = j % 2 ? bf16_high(words[j / 2]) : bf16_low(words[j / 2]);
-      const int q = usable ? __float2int_rn(value * inverse) : 0;
+      const int q = is_finite ? __float2int_rn(value * inverse) : 0;
       high[j] = (q + 128) >> 8;
       low[j] = q - 256 * high[j];
     }
@@ -66,7 +67,8 @@ __device__ __forceinline__ Token split_token(const uint16_t* x, int columns, uns
     *reinterpret_cast<uint2*>(at) = make_uint2(four_bytes(high[0], high[1], high[2], high[3]), four_bytes(high[4], high[5], high[6], high[7]));
     *reinterpret_cast<uint2*>(at + 512) = make_uint2(four_bytes(low[0], low[1], low[2], low[3]), four_bytes(low[4], low[5], low[6], low[7]));
   }
-  const float scale = usable ? most / kLevels : INFINITY - INFINITY;
+  if (is_tiny) return {0.0f, 0.0f, 1e-30f * sqrtf(static_cast<float>(columns)), {}};
+  const float scale = is_finite ? most / kLevels : INFINITY - INFINITY;
   return {scale, sqrtf(squares), 0.51f * scale * sqrtf(static_cast<float>(columns)), {}};
 }
 
@@ -237,9 +239,9 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore(RescoreArgs a) {
     }
     return;
   }
-  const Draw draw = draw_of(__ldg(a.temperature + row), __ldg(a.seed + row), __ldg(a.seq_lens + row));
-  const int top_k = __ldg(a.top_k + row);
-  if (draw.is_noisy && ((top_k > 0 && top_k < a.words) || __ldg(a.top_p + row) < 1.0f || __ldg(a.min_p + row) > 0.0f)) return;
+  const float temperature = __ldg(a.temperature + row);
+  if (has_filter(temperature, __ldg(a.top_k + row), __ldg(a.top_p + row), __ldg(a.min_p + row), a.words)) return;
+  const Draw draw = draw_of(temperature, __ldg(a.seed + row), __ldg(a.seq_lens + row));
   const uint16_t* x = a.x + static_cast<size_t>(row) * a.columns;
   float floor;
   if (a.floors) {

@@ -62,7 +62,12 @@ def test_sweep_writes_a_profile_that_tables_shows(local_cluster, tmp_path):
     options += ("--contexts", "32", "--runs", "2", "--steps", "8")
     dry = tandem("sweep", *options, "--dry-run")
     assert "6 cells" in dry.stdout, dry.stderr
-    assert tandem("sweep", *options).returncode == 0
+    swept = tandem("sweep", *options, "--price", "7")
+    assert swept.returncode == 0, swept.stderr
+    assert "$7.00 per GPU-hour" in swept.stdout
+    alone = tandem("sweep", *options, "--role", "prefill")
+    assert alone.returncode == 0, alone.stderr
+    assert "4 cells" in alone.stdout
     assert "| TP1 mxfp4 |" in tandem("tables", path, "--contexts", "32").stdout
 
 

@@ -29,12 +29,12 @@ BLOCKS, MAX_BATCH, MANY = 2000, 128, 64
 
 class Bed:
     """An engine in this thread. `log`: grants and looks by request, and "step" for each step. Each operation takes `cost_s` of a clock that
-    nothing else moves; `at_step` maps the number of a step to what happens while it runs."""
+    nothing else moves but a step, by `step_s`; `at_step` maps the number of a step to what happens while it runs."""
 
     lookahead = 0
 
-    def __init__(self, cost_s: float):
-        self.now_s, self._cost_s = 0.0, cost_s
+    def __init__(self, cost_s: float, step_s: float = 0.0):
+        self.now_s, self._cost_s, self._step_s = 0.0, cost_s, step_s
         self.log: list[str] = []
         self.at_step: dict[int, Callable[[], object]] = {}
         self.names: dict[int, str] = {}
@@ -104,6 +104,7 @@ class Bed:
 
     def launch(self, plan: plan_pb2.DecodePlan, _states: Sequence[SamplingState] | None) -> None:
         self._rows = len(plan.rows)
+        self.now_s += self._step_s
 
     def finish(self) -> list[TokenChoice]:
         self.log.append("step")
@@ -127,6 +128,16 @@ def test_between_two_steps_are_no_more_reservations_than_the_budget_holds_and_al
     assert max(per_turn) * cost_s <= max(BUDGET_S, cost_s) * 1.1
     assert all(per_turn[: -(-MANY // most)])
     assert [event for turn in turns for event in turn] == [f"granted {name}" for name in names(MANY)]
+
+
+def test_slow_steps_take_a_twentieth_of_their_time_of_admissions():
+    """A step that is computed where it is launched, as on a CPU: nobody waits for a device."""
+    bed = Bed(1e-3, step_s=0.2)
+    bed.start_running("running")
+    bed.at_step[4] = lambda: [bed.reserve(name) for name in names(MANY)]
+    per_turn = [len(turn) for turn in bed.run(4 + MANY)[4:]]
+    assert max(per_turn) in (9, 10)  # of the twentieth of 0.2 s
+    assert sum(per_turn[:8]) == MANY
 
 
 def test_with_nothing_running_all_are_taken_at_once():

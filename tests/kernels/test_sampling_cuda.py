@@ -120,3 +120,11 @@ def test_frequencies_follow_the_distribution(settings):
     chi2 = ((counts - draws * p)[keep] ** 2 / (draws * p[keep])).sum()
     limit = {8: 29.9, 7: 27.9, 6: 25.7, 5: 23.5, 4: 21.1, 3: 18.4, 2: 15.1}[int(keep.sum())]
     assert chi2 < limit, f"{chi2}"
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 9, "min_p": 0.1}])
+def test_the_least_temperatures_are_greedy(emulated, filters):  # noqa: F811
+    """Down to those without a finite inverse, with filters too."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(6)) * 5
+    rows = make_rows(3, temperature=[1e-20, 1e-38, 1e-44], **filters)
+    assert run(logits, rows, positions(3)).tolist() == logits.argmax(dim=1).tolist() == sample_ref(logits, rows, positions(3)).tolist()

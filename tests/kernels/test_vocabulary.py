@@ -107,16 +107,18 @@ def test_heavy_rows_and_small_tokens(emulated):  # noqa: F811
     x[1] *= 1e-20
     x[2] = 0
     assert Choice(3, 512).run(x, weight).tolist() == [*(x[:2].double() @ weight.double().t()).argmax(dim=1).tolist(), 0]
+    x[1] *= 1e-15  # below what has a finite inverse in 16 bits: its logits are told apart all the same
+    assert Choice(3, 512).run(x, weight).tolist()[1] == int((x[1].float() @ weight.float().t()).argmax())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rows_that_are_not_finite_fail_alone(emulated, value):  # noqa: F811
     x, weight = normal(3, COLUMNS, seed=14), normal(512, COLUMNS, seed=15, std=0.02)
     want = int((x[2].float() @ weight.float().t()).argmax())
-    x[1, 200] = value
+    x[0] = 0
+    x[0, 3] = x[1, 200] = value
     tokens = Choice(3, 512).run(x, weight).tolist()
-    assert tokens[1] == BAD_LOGITS
-    assert tokens[2] == want
+    assert tokens == [BAD_LOGITS, BAD_LOGITS, want]
     weight[77, 3] = value
     assert Choice(3, 512).run(x, weight).tolist() == [BAD_LOGITS] * 3
 
@@ -161,6 +163,14 @@ def test_sampled_words_are_those_of_the_exact_logits(emulated):  # noqa: F811
     choice, want = Choice(9, 1000), judged(x, weight, rows, seq_lens)
     assert choice.run(x, weight, seq_lens, rows).tolist() == want.argmax(dim=1).tolist()
     assert torch.allclose(choice.best[:, 0].double(), want.amax(dim=1), rtol=1e-5)
+
+
+def test_the_least_temperatures_are_greedy(emulated):  # noqa: F811
+    """Down to those without a finite inverse."""
+    x, weight = normal(4, COLUMNS, seed=28), normal(512, COLUMNS, seed=29, std=0.1)
+    rows, seq_lens = sampled_rows([1e-20, 1e-38, 1e-44, 0.0]), torch.full((4,), 3, dtype=torch.int32)
+    want = (x.double() @ weight.double().t()).argmax(dim=1).tolist()
+    assert Choice(4, 512).run(x, weight, seq_lens, rows).tolist() == want
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
