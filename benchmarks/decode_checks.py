@@ -14,7 +14,7 @@ from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, random_d
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import cuda_library, decode_fused
 from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
-from kernels.moe_decode import FORMS, ExpertWeights, launch_experts, pack_mxfp4
+from kernels.moe_decode import GROUP_TOKENS, ExpertWeights, launch_experts, pack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref, paged_attention_ref, rms_norm_ref, route_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, gumbel_ref, sample_ref, sample_tokens
 from kernels.vocabulary import PARTS, ScreenScratch, choose_words, make_screen, screen_ref, settle_ties
@@ -54,15 +54,15 @@ def _moe(experts: int, batches: tuple[int, ...]) -> str:
         flat = ids.reshape(-1, 1).long()
         want = experts_ref(x.float().repeat_interleave(4, 0), flat, torch.ones(flat.shape, device="cuda"), *plain).view(batch, 4, -1)
         arrived, outputs, local = torch.zeros(2, dtype=torch.int32, device="cuda"), [], ids >= 0
-        for form in (None, None, *(f for f in FORMS if batch <= 8 or f.group_tokens > 8)):
+        for group_tokens in (0, 0, *(n for n in GROUP_TOKENS if batch <= 8 or n > 8)):
             hidden, out = nans(batch * 4, 2880), nans(batch, 4, 2880)
-            launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, form=form)
+            launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, group_tokens=group_tokens)
             assert not arrived.any(), "the kernel left its counters raised"
             assert out[~local].isnan().all(), "rows without an expert were written"
             worst.append(errors(out[local], want[local], f"E{experts} B{batch}", 2e-2, 4e-3))
             outputs.append(out[local])
-        assert all(torch.equal(outputs[0], other) for other in outputs[1:]), f"B{batch}: two runs or two forms differ"
-    return f"{len(worst)} cases, worst {max(worst)}; runs and forms equal"
+        assert all(torch.equal(outputs[0], other) for other in outputs[1:]), f"B{batch}: two runs or two instances differ"
+    return f"{len(worst)} cases, worst {max(worst)}; runs and instances equal"
 
 
 def check_moe_20b() -> str:

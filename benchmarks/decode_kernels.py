@@ -15,7 +15,7 @@ from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled
 from kernels import decode_fused
 from kernels.attention_decode import SplitWorkspace, launch_full, launch_sliding, num_chunks
 from kernels.experts_prefill import experts_down, experts_gate_up
-from kernels.moe_decode import FORMS, launch_experts
+from kernels.moe_decode import launch_experts
 from kernels.moe_decode_fp8 import quantize_by_expert
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, launch_sample
 from kernels.vocabulary import MAX_SCREENED_TOKENS, ScreenScratch, choose_words
@@ -50,7 +50,7 @@ def graph_us(launches: list[Callable[[], None]], repeats: int = 15) -> float:
 
 
 def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:
-    """Both expert products as served, and beside it with one and two adding warps; bytes: the hit experts' weights."""
+    """Both expert products; bytes: the hit experts' weights."""
     for batch in batches:
         yield from _expert_case(config, weights, batch)
 
@@ -62,14 +62,11 @@ def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Ite
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
     arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
 
-    def both(i, form):
-        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0, form=form)
+    def both(i):
+        launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0)
 
-    names = {None: f"both products ({hit:.1f} experts)"}
-    if batch > 8:
-        names |= {form: f"groups of 16, adding warps: {form.adders}" for form in FORMS if form.group_tokens == 16}
-    for form, name in names.items():
-        yield name, batch, graph_us([partial(both, i, form) for i in range(len(layers))]), hit * 270 * 90 * 544
+    us = graph_us([partial(both, i) for i in range(len(layers))])
+    yield f"both products ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
 
 
 def fp8_expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int, ...]) -> Iterator[Row]:

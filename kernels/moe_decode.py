@@ -58,7 +58,7 @@ class ExpertWeights:
 
     Shapes: gate_up [E, 2I/32, C/32, 544] uint8; gate_up_bias [E, 2I] bf16, interleaved as in the checkpoint
     Shapes: down [E, C/32, I/32, 544] uint8; down_bias [E, C] bf16
-    Units: first_expert: global id of local expert 0; all_experts: of all ranks, 0 if these are all
+    Units: first_expert: global id of local expert 0
     """
 
     gate_up: Tensor
@@ -66,7 +66,6 @@ class ExpertWeights:
     down: Tensor
     down_bias: Tensor
     first_expert: int = 0
-    all_experts: int = 0
 
     @property
     def num_local(self) -> int:
@@ -134,35 +133,12 @@ def unpack_mxfp4(packed: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
     return blocks, (scales.reshape(experts, tiles * UNIT_ROWS, groups).int() - 126).to(torch.uint8)
 
 
-@dataclass(frozen=True)
-class Form:
-    """An instance of the kernel. Units: group_tokens: tokens of an expert that a warp multiplies at a time; adders: warps of a block that
-    add the other warps' sums."""
-
-    group_tokens: int
-    adders: int
+GROUP_TOKENS = (8, 16)  # tokens of an expert that a warp multiplies at a time: the instances of the kernel
 
 
-FORMS = (Form(8, 1), Form(16, 1), Form(16, 2), Form(24, 1))
-
-
-def choose_form(pairs: int, experts: int) -> Form:
-    """The fastest form for `pairs` (token, expert) pairs over `experts` experts of all ranks. A result does not depend on it, bit for bit.
-
-    Measured on one H200, us a launch with one and with two adding warps, 20b (32 experts) and 120b (128 experts):
-
-        tokens      1            2            4            8              16             32             64             128
-        20b    23.1  23.5   35.0  35.9   56.6  57.0   82.1   81.5   112.6  110.5   139.9  135.0   171.6  163.7   231.5  278.9
-        120b   23.0  23.5      -     -   61.3  62.2  106.6  105.2   189.6  191.8   302.3  320.7   437.1  411.3   578.4  542.3
-
-    Two launches of one form differ by up to 7% at 120b with 32 and 64 tokens, by 0.2% at 20b. So the second adding warp is taken where it
-    won by more than that, from two pairs an expert on; with groups of 24 tokens, which pay from 16 pairs an expert on, it loses.
-    """
-    if pairs <= 32:  # more are not grouped without a barrier of the block
-        return FORMS[0]
-    if pairs < 2 * experts:
-        return FORMS[1]
-    return FORMS[2] if pairs < 16 * experts else FORMS[3]
+def choose_group_tokens(pairs: int) -> int:
+    """The fastest instance for `pairs` (token, expert) pairs. A result does not depend on it, bit for bit."""
+    return 8 if pairs <= 32 else 16  # more are not grouped without a barrier of the block
 
 
 def _to_units(rows: Tensor, gate_up: bool) -> Tensor:
@@ -208,16 +184,16 @@ def launch_experts(
     alpha: float,
     limit: float,
     blocks: int = 0,
-    form: Form | None = None,
+    group_tokens: int = 0,
 ) -> None:
-    """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor."""
+    """The launch alone; arguments as in `experts_decode`. `blocks` must all fit on the device at once; 0 takes one a multiprocessor,
+    `group_tokens` 0 the fastest."""
     tokens, k = expert_ids.shape
     experts, tiles = weights.gate_up.shape[:2]
-    form = form or choose_form(tokens * k, weights.all_experts or experts)
     cuda_library.call(
         "moe_decode", "tandem_moe_experts", x, weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias, expert_ids, hidden,
         out, arrived, tokens, k, x.shape[1], tiles, weights.down.shape[1], weights.first_expert,
-        experts, float(alpha), float(limit), form.group_tokens, form.adders,
+        experts, float(alpha), float(limit), group_tokens or choose_group_tokens(tokens * k),
         blocks or cuda_library.multiprocessors(x.device.index or 0),
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def _pack_layer(layer: LayerShard) -> DecodeLayer:
         mlp_norm=layer.mlp_norm,
         router=router,
         router_bias=router_bias,
-        experts=pack_decode_experts(layer.experts, layer.router.shape[1], layer.router.shape[0]),
+        experts=pack_decode_experts(layer.experts, layer.router.shape[1]),
     )
 
 

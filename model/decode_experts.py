@@ -42,10 +42,10 @@ class DecodeExperts(Protocol):
         """
 
 
-def pack_decode_experts(experts: ExpertShard, hidden: int, all_experts: int) -> DecodeExperts:
+def pack_decode_experts(experts: ExpertShard, hidden: int) -> DecodeExperts:
     """A layer's experts as they were loaded in the layout of their format's kernels, on the same device.
 
-    Units: hidden: C; all_experts: of all ranks
+    Units: hidden: C
     Raises: NotSupportedError for another format; ShapeError for sizes without a kernel
     """
     device = experts.gate_up_bias.device
@@ -60,7 +60,6 @@ def pack_decode_experts(experts: ExpertShard, hidden: int, all_experts: int) -> 
         pack_mxfp4(*_pad_groups(experts.down, hidden // MXFP4_GROUP), gate_up=False),
         experts.down_bias.bfloat16(),
         experts.first_expert,
-        all_experts,
     )
 
 

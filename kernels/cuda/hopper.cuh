@@ -77,14 +77,6 @@ template <int THREADS>
 __device__ __forceinline__ void meet(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
 
 // The same value in all lanes, which the compiler does not know.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }

@@ -146,6 +146,17 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 // Lets the next kernel start its own preparation once every block has come here.
 __device__ __forceinline__ void start_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Registers a thread, for all four warps of a warpgroup; who takes waits until others have left enough. A block never has more than it was
+// launched with.
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
 __device__ __forceinline__ uint4 load_global_16(const void* p) { return __ldcg(reinterpret_cast<const uint4*>(p)); }
 __device__ __forceinline__ uint4 load_stream_16(const void* p) {
   uint4 v;

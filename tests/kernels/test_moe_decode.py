@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from common.errors import KernelError
 from kernels import moe_decode
-from kernels.moe_decode import FORMS, ExpertWeights, Form, choose_form, launch_experts, pack_mxfp4, unpack_mxfp4
+from kernels.moe_decode import GROUP_TOKENS, ExpertWeights, launch_experts, pack_mxfp4, unpack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref
 from tests.support.emulated_cuda import emulated  # noqa: F401
 
@@ -32,12 +30,12 @@ def make_weights(seed, experts, first_expert=0):
     return packed, (mxfp4_dequant_ref(*gate_up), biases[0].float(), mxfp4_dequant_ref(*down), biases[1].float())
 
 
-def run(x, ids, weights, blocks=0, form=None):
+def run(x, ids, weights, blocks=0, group_tokens=0):
     tokens, k = ids.shape
     hidden = torch.full((tokens * k, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
     out = torch.full((tokens, k, x.shape[1]), float("nan"), dtype=torch.bfloat16)
     arrived = torch.zeros(2, dtype=torch.int32)
-    launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, blocks=blocks, form=form)
+    launch_experts(x, ids, weights, hidden, arrived, out, alpha=ALPHA, limit=LIMIT, blocks=blocks, group_tokens=group_tokens)
     assert not arrived.any()
     return out
 
@@ -112,44 +110,23 @@ def test_a_token_does_not_depend_on_its_batch(emulated):  # noqa: F811
         assert torch.equal(run(x[first:last].contiguous(), ids[first:last].contiguous(), weights), whole[first:last])
 
 
-@pytest.mark.parametrize("tokens", [3, 8, 13])
-def test_the_form_does_not_change_a_bit(emulated, tokens):  # noqa: F811
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_the_instance_does_not_change_a_bit(emulated, tokens):  # noqa: F811
     generator = torch.Generator().manual_seed(tokens)
     weights, plain = make_weights(14, 8)
     x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
     ids = random_ids(generator, tokens, 8)
-    forms = [form for form in FORMS if form.group_tokens > 8 or tokens <= 8]
-    outputs = [run(x, ids, weights, form=form) for form in forms]
-    assert_close(outputs[0], expected(x, ids, plain), f"B{tokens}")
-    for form, output in zip(forms, outputs, strict=True):
-        assert torch.equal(output, outputs[0]), form
+    few, many = (run(x, ids, weights, group_tokens=group_tokens) for group_tokens in GROUP_TOKENS)
+    assert_close(few, expected(x, ids, plain), f"B{tokens}")
+    assert torch.equal(few, many)
 
 
-def test_a_form_that_was_not_built_is_refused(emulated):  # noqa: F811
+@pytest.mark.parametrize(("tokens", "group_tokens"), [(9, 8), (3, 24)])  # 36 pairs are too many for groups of 8
+def test_an_instance_that_was_not_built_is_refused(emulated, tokens, group_tokens):  # noqa: F811
     weights, _ = make_weights(15, 8)
-    x, ids = torch.zeros(9, HIDDEN, dtype=torch.bfloat16), torch.zeros(9, CHOICES, dtype=torch.int32)
-    for form in (Form(8, 1), Form(24, 2)):  # 36 pairs are too many for the first
-        with pytest.raises(KernelError):
-            run(x, ids, weights, form=form)
-
-
-def test_chosen_forms():
-    """By the pairs an expert of all ranks has on average; every form is of use to a real model."""
-    by_tokens = {n: (choose_form(4 * n, 32), choose_form(4 * n, 128)) for n in (1, 8, 13, 16, 33, 64, 127, 128)}
-    adders = {n: (a.adders, b.adders) for n, (a, b) in by_tokens.items()}
-    groups = {n: (a.group_tokens, b.group_tokens) for n, (a, b) in by_tokens.items()}
-    assert adders == {1: (1, 1), 8: (1, 1), 13: (1, 1), 16: (2, 1), 33: (2, 1), 64: (2, 2), 127: (2, 2), 128: (1, 2)}
-    assert groups == {1: (8, 8), 8: (8, 8), 13: (16, 16), 16: (16, 16), 33: (16, 16), 64: (16, 16), 127: (16, 16), 128: (24, 16)}
-    assert {form for forms in by_tokens.values() for form in forms} == set(FORMS)
-
-
-def test_expert_parallel_ranks_take_the_form_of_all_experts(emulated, monkeypatch):  # noqa: F811
-    weights, _ = make_weights(16, 4, first_expert=4)
-    asked = []
-    monkeypatch.setattr(moe_decode, "choose_form", lambda pairs, experts: asked.append((pairs, experts)) or FORMS[1])
-    x, ids = torch.zeros(9, HIDDEN, dtype=torch.bfloat16), torch.zeros(9, CHOICES, dtype=torch.int32)
-    run(x, ids, replace(weights, all_experts=12))
-    assert asked == [(36, 12)]
+    x, ids = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, CHOICES, dtype=torch.int32)
+    with pytest.raises(KernelError):
+        run(x, ids, weights, group_tokens=group_tokens)
 
 
 def test_padded_rows_and_foreign_experts_are_left_alone(emulated):  # noqa: F811

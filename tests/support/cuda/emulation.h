@@ -254,6 +254,10 @@ inline long long time_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
+template <int REGISTERS>
+inline void take_registers() {}
+template <int REGISTERS>
+inline void leave_registers() {}
 inline void let_others_run() {
   sched_yield();
   emulation::yield();

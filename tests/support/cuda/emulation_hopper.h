@@ -149,10 +149,6 @@ inline void meet(int id) {
     while (m.generation == generation) emulation::yield();
   }
 }
-template <int REGISTERS>
-inline void take_registers() {}
-template <int REGISTERS>
-inline void leave_registers() {}
 inline int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 inline uint32_t transpose_8x8(uint32_t x) {
   emulation::LaneInput in = {};
