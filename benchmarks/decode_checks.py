@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, random_decode, random_weights, shuffled_table
 from benchmarks.prefill_random import gpt_oss_config
 from kernels import cuda_library, decode_fused
-from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
+from kernels.attention_decode import SplitWorkspace, attention_sliding, chunk_blocks, launch_full, num_chunks
 from kernels.moe_decode import GROUP_TOKENS, ExpertWeights, launch_experts, pack_mxfp4
 from kernels.reference import experts_ref, mxfp4_dequant_ref, paged_attention_ref, rms_norm_ref, route_ref
 from kernels.sampling_cuda import SamplingRows, SamplingScratch, gumbel_ref, sample_ref, sample_tokens
@@ -176,14 +176,17 @@ def check_full_attention() -> str:
         q, pool, table, starts, seq_lens, sink = _attention_case(lens, [0] * len(lens))
         want = _reference(q, pool, table, starts, seq_lens, sink, None).masked_fill((seq_lens == 0)[:, None, None], 0.0)
         workspace = SplitWorkspace.allocate(len(lens), 8, sum(lens), "cuda")
-        workspace.cu_chunks[: len(lens) + 1] = torch.tensor([0, *map(num_chunks, lens)], device="cuda").cumsum(0)
+        size = chunk_blocks(len(lens), 8)
+        workspace.cu_chunks[: len(lens) + 1] = torch.tensor([0, *(num_chunks(n, size) for n in lens)], device="cuda").cumsum(0)
         out = nans(*q.shape)
         launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8)
         lines.append(errors(out, want, f"full {lens[:4]}", 1e-2, 5e-3))
         assert not workspace.arrived.any()
         assert not workspace.tickets.any()
+        if size != chunk_blocks(1, 8):
+            continue
         alone = SplitWorkspace.allocate(1, 8, lens[0], "cuda")
-        alone.cu_chunks[1] = num_chunks(lens[0])
+        alone.cu_chunks[1] = num_chunks(lens[0], size)
         one = nans(*q[:1].shape)
         launch_full(q[:1], pool, table[:1], seq_lens[:1], sink, one, alone, sm_scale=0.125, group=8)
         launch_full(q, pool, table, seq_lens, sink, out, workspace, sm_scale=0.125, group=8)

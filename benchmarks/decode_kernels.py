@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled_table
 from kernels import decode_fused
-from kernels.attention_decode import SplitWorkspace, launch_full, launch_sliding, num_chunks
+from kernels.attention_decode import SplitWorkspace, chunk_blocks, launch_full, launch_sliding, num_chunks
 from kernels.experts_prefill import experts_down, experts_gate_up
 from kernels.moe_decode import launch_experts
 from kernels.moe_decode_fp8 import quantize_by_expert
@@ -182,7 +182,7 @@ def _vocabulary_case(config: ModelConfig, weights: DecodeWeights, batch: int) ->
 
 def attention_rows() -> Iterator[Row]:
     """Sliding and full attention over distinct pools; bytes: the keys and values."""
-    for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (1, 131072), (32, 1024)):
+    for batch, context in ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (1, 32768), (32, 32768), (1, 131072), (32, 1024)):
         yield from _attention_case(batch, context)
 
 
@@ -193,7 +193,7 @@ def full_case(batch: int, context: int, layers: int = 8):
     q, out, sink = randn(batch, 64, 64), randn(batch, 64, 64), randn(64, dtype=torch.float32)
     lens, table = torch.full((batch,), context, dtype=torch.int32, device="cuda"), shuffled_table(batch, blocks)
     workspace = SplitWorkspace.allocate(batch, 8, batch * context, "cuda")
-    workspace.cu_chunks.copy_(torch.arange(batch + 1) * num_chunks(context))
+    workspace.cu_chunks.copy_(torch.arange(batch + 1) * num_chunks(context, chunk_blocks(batch, 8)))
 
     def full(i):
         pool = pools[i % len(pools)]

@@ -47,6 +47,7 @@ def prepare_step(
     *,
     concentration: float,
     block_size: int,
+    chunk_blocks: int,
     cos_sin,
     full_slots,
     sliding_slots,
@@ -57,6 +58,7 @@ def prepare_step(
     Shapes: token_source [B] int32: row of `token_ids` whose token goes on here, or -1 - token id; token_ids [>= B] int32, in and out
     Shapes: seq_lens, sliding_start [B] int32; full_table, sliding_table [B, M] int32; inv_freq [D/2] fp32
     Shapes: out: cos_sin [B, D/2, 2] fp32; full_slots, sliding_slots [B] int32, -1 for rows of length 0; cu_chunks [B + 1] int32
+    Units: chunk_blocks: `attention_decode.chunk_blocks` of the step
     Effects: one kernel, writes token_ids and the four outputs; capturable
     """
     if cuda_library.runs(seq_lens):
@@ -70,6 +72,7 @@ def prepare_step(
             inv_freq,
             concentration,
             block_size,
+            chunk_blocks,
             cos_sin,
             full_slots,
             sliding_slots,
@@ -88,7 +91,7 @@ def prepare_step(
         local = (position - start).clamp(min=0).long()  # a padded row's start is an old one
         block = table.gather(1, (local // block_size)[:, None])[:, 0]
         slots.copy_(torch.where(seq_lens > 0, block * block_size + local % block_size, -1))
-    chunks = torch.tensor([0, *(num_chunks(n) for n in seq_lens.tolist())])
+    chunks = torch.tensor([0, *(num_chunks(n, chunk_blocks) for n in seq_lens.tolist())])
     cu_chunks.copy_(chunks.cumsum(0))
 
 
@@ -102,6 +105,7 @@ def launch_prepare_step(
     inv_freq,
     concentration,
     block_size,
+    chunk_blocks,
     cos_sin,
     full_slots,
     sliding_slots,
@@ -111,7 +115,7 @@ def launch_prepare_step(
     cuda_library.call(
         "decode_fused", "tandem_prepare_step", token_source, token_ids, seq_lens, full_table, sliding_table, sliding_start, inv_freq,
         cos_sin, full_slots, sliding_slots, cu_chunks, seq_lens.shape[0], full_table.shape[1], sliding_table.shape[1], block_size,
-        float(concentration),
+        chunk_blocks, float(concentration),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import ConfigError
-from kernels.attention_decode import BLOCK_SIZE, SplitWorkspace, attention_full, attention_sliding
+from kernels.attention_decode import BLOCK_SIZE, SplitWorkspace, attention_full, attention_sliding, chunk_blocks
 from kernels.decode_fused import (
     MAX_STREAMED_TOKENS,
     combine_norm,
@@ -278,6 +278,7 @@ class CudaDecode:
             self._inv_freq,
             concentration=self._concentration,
             block_size=self.block_size,
+            chunk_blocks=chunk_blocks(rows, self._kv.layer(0).shape[2]),
             cos_sin=s.cos_sin[:rows],
             full_slots=s.full_slots[:rows],
             sliding_slots=s.sliding_slots[:rows],

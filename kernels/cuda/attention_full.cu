@@ -1,5 +1,5 @@
 // Decode attention of full layers over paged KV: one query a sequence, up to eight query heads on one KV head, head_dim 64, any length.
-// A sequence is cut into chunks that depend on its own length alone, so that a result does not depend on the batch. Persistent blocks take
+// A sequence is cut into chunks that depend on its own length and on the rows of the step, never on the other sequences. Persistent blocks take
 // (chunk, KV head) items from a counter, because multiprocessors do not get equal shares of the memory's bandwidth. One warp keeps a ring
 // of KV blocks full across items, the key warps attend to one KV block each a round, the adding warps sum the key warps' states, and those
 // that finish last sum a sequence's chunks.
@@ -7,13 +7,14 @@
 
 namespace {
 
-constexpr int kChunkBlocks = 32, kMaxChunks = 64, kMaxBatch = 128;
+constexpr int kMaxChunks = 32, kMaxBatch = 128;
 constexpr int kKeyBytes = 2 * kBlockSize * kHeadDim;      // keys, or values, of one block and head
 constexpr int kQueryBytes = 2 * kGroup * kHeadDim;
 constexpr int kAdders = 4;  // adding warps: four of sixteen dimensions each
 constexpr int kStates = 2;  // items on their way from the key warps to the adding warps
-// One block an SM of eight key warps took 2 to 18% longer with 8 to 128 sequences of 8,192 tokens.
-constexpr int kKeyWarps = 4, kStages = 5, kResident = 2;
+// With 8 to 128 sequences of 8,192 tokens one block an SM of eight key warps took 2 to 18% longer, three stages 3 to 7%, five 4 to 10%: more
+// bytes on their way than the latency needs only make everything else wait.
+constexpr int kKeyWarps = 4, kStages = 2, kResident = 2;
 constexpr int kThreads = (kKeyWarps + kAdders + 1) * 32;
 
 struct AttentionArgs {
@@ -28,7 +29,7 @@ struct AttentionArgs {
   float2* partial_stats;       // [chunks * kv_heads, 4, 8]: maximum (base 2), sum
   int32_t* arrived;            // [batch, kv_heads, 4], zero before and after
   int32_t* tickets;            // [2]: items handed out, blocks that are done; zero before and after
-  int batch, kv_heads, group, table_stride;
+  int batch, kv_heads, group, table_stride, chunk_blocks;
   float sm_scale;
 };
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ Item locate(const AttentionArgs& a, const Plan& plan,
   for (int step = kMaxBatch / 2; step > 0; step >>= 1)
     if (b + step < a.batch && plan.cu_chunks[b + step] <= chunk) b += step;
   const int seq_len = plan.seq_lens[b], blocks = (seq_len + kBlockSize - 1) / kBlockSize;
-  const int each = kChunkBlocks * ((blocks + kChunkBlocks * kMaxChunks - 1) / (kChunkBlocks * kMaxChunks));
+  const int most = a.chunk_blocks * kMaxChunks, each = a.chunk_blocks * ((blocks + most - 1) / most);
   const int first = (chunk - plan.cu_chunks[b]) * each;
   return {b, item % a.kv_heads, seq_len, first, min(first + each, blocks), plan.cu_chunks[b], plan.cu_chunks[b + 1] - plan.cu_chunks[b]};
 }
@@ -92,10 +93,11 @@ __device__ __forceinline__ void copy_rounds(const AttentionArgs& a, Shared& s, i
   const int lane = threadIdx.x % 32;
   int at = blockIdx.x, slot = 0, parity = 1;
   Item item = {};
-  int ids = 0;
+  int ids = 0, later_ids = 0;  // of these and the next 32 blocks
   if (at < items) {  // all but the newest block was there long before the kernel ahead
     item = locate(a, s.plan, at);
     ids = look_up(a, item, item.first);
+    later_ids = look_up(a, item, item.first + 32);
     if (item.first + lane < item.last) {
       prefetch_bulk(keys_of(a, ids, item.head, 0), kKeyBytes);
       prefetch_bulk(keys_of(a, ids, item.head, 1), kKeyBytes);
@@ -111,15 +113,19 @@ __device__ __forceinline__ void copy_rounds(const AttentionArgs& a, Shared& s, i
   while (at < items) {
     const int next_at = gridDim.x + __shfl_sync(0xFFFFFFFFu, ticket, 0);
     Item next = {};
-    int next_ids = 0;
+    int next_ids = 0, next_later_ids = 0;
     if (next_at < items) {
       next = locate(a, s.plan, next_at);
       next_ids = look_up(a, next, next.first);
+      next_later_ids = look_up(a, next, next.first + 32);
       if (lane == 0) ticket = atomicAdd(a.tickets, 1);
     }
     for (int first = item.first; first < item.last; first += kKeyWarps) {
       const int in_table = (first - item.first) % 32, count = min(kKeyWarps, item.last - first);
-      if (in_table == 0 && first > item.first) ids = look_up(a, item, first);
+      if (in_table == 0 && first > item.first) {
+        ids = later_ids;
+        later_ids = look_up(a, item, first + 32);
+      }
       const bool is_first = first == item.first;
       barrier_wait(s.empty + slot, parity);
       if (lane == 0) s.rounds[slot] = {at, first * kBlockSize, item.seq_len, count, is_first, first + kKeyWarps >= item.last};
@@ -143,7 +149,7 @@ __device__ __forceinline__ void copy_rounds(const AttentionArgs& a, Shared& s, i
       if (lane == 0) barrier_arrive(s.full + slot);
       next_round();
     }
-    at = next_at, item = next, ids = next_ids;
+    at = next_at, item = next, ids = next_ids, later_ids = next_later_ids;
   }
   barrier_wait(s.empty + slot, parity);
   if (lane == 0) s.rounds[slot] = {-1, 0, 0, 0, 0, 1};
@@ -307,12 +313,13 @@ __global__ void __launch_bounds__(kThreads, kResident) attention_full(const __gr
 // cu_chunks comes from tandem_prepare_step, which cuts with the same rule. partial_*: one entry a chunk and KV head.
 extern "C" int tandem_attention_full(const void* q, const void* kv_pool, const void* block_table, const void* seq_lens, const void* sink,
                                      void* out, const void* cu_chunks, void* partial_acc, void* partial_stats, void* arrived, void* tickets,
-                                     int batch, int kv_heads, int group, int table_stride, float sm_scale, int processors, void* stream) {
+                                     int batch, int kv_heads, int group, int table_stride, int chunk_blocks, float sm_scale, int processors,
+                                     void* stream) {
   static_assert((sizeof(Shared) + 1024) * kResident <= 227 * 1024, "more shared memory than a multiprocessor has");
   if (group > kGroup || batch > kMaxBatch) return -1;
   const AttentionArgs a = {static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(kv_pool), static_cast<const int32_t*>(block_table),
                            static_cast<const int32_t*>(seq_lens), static_cast<const float*>(sink), static_cast<uint16_t*>(out),
                            static_cast<const int32_t*>(cu_chunks), static_cast<float4*>(partial_acc), static_cast<float2*>(partial_stats),
-                           static_cast<int32_t*>(arrived), static_cast<int32_t*>(tickets), batch, kv_heads, group, table_stride, sm_scale};
+                           static_cast<int32_t*>(arrived), static_cast<int32_t*>(tickets), batch, kv_heads, group, table_stride, chunk_blocks, sm_scale};
   return launch(attention_full, dim3(kResident * processors), kThreads, sizeof(Shared), stream, a);
 }

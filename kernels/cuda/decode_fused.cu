@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int kChunkBlocks = 32, kMaxChunks = 64;  // as in attention_decode.cu
+constexpr int kMaxChunks = 32;  // as in attention_full.cu
 constexpr int kMaxBatch = 128;
 
 struct StepArgs {
@@ -19,7 +19,7 @@ struct StepArgs {
   int32_t* full_slots;            // [batch], -1 for a padded row
   int32_t* sliding_slots;
   int32_t* cu_chunks;             // [batch + 1]
-  int batch, full_stride, sliding_stride, block_size;
+  int batch, full_stride, sliding_stride, block_size, chunk_blocks;
   float concentration;
 };
 
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(256) prepare_step(StepArgs a) {
   if (static_cast<int>(threadIdx.x) < a.batch) a.token_ids[threadIdx.x] = token;
   for (int i = threadIdx.x; i < a.batch; i += blockDim.x) {
     const int n = __ldcg(a.seq_lens + i), at = n - 1;
-    const int blocks = (n + a.block_size - 1) / a.block_size, each = kChunkBlocks * kMaxChunks;
-    const int size = kChunkBlocks * ((blocks + each - 1) / each);
+    const int blocks = (n + a.block_size - 1) / a.block_size, most = a.chunk_blocks * kMaxChunks;
+    const int size = a.chunk_blocks * ((blocks + most - 1) / most);
     chunks[i] = n > 0 ? (blocks + size - 1) / size : 0;
     int full = -1, sliding = -1;
     if (n > 0) {
@@ -222,13 +222,14 @@ int row_threads(int columns) { return (columns / 8 + 31) / 32 * 32; }
 
 extern "C" int tandem_prepare_step(const void* token_source, void* token_ids, const void* seq_lens, const void* full_table, const void* sliding_table, const void* sliding_start,
                                    const void* inv_freq, void* cos_sin, void* full_slots, void* sliding_slots, void* cu_chunks, int batch,
-                                   int full_stride, int sliding_stride, int block_size, float concentration, void* stream) {
+                                   int full_stride, int sliding_stride, int block_size, int chunk_blocks, float concentration,
+                                   void* stream) {
   if (batch > kMaxBatch) return -1;
   const StepArgs a = {static_cast<const int32_t*>(token_source), static_cast<int32_t*>(token_ids), static_cast<const int32_t*>(seq_lens), static_cast<const int32_t*>(full_table),
                       static_cast<const int32_t*>(sliding_table), static_cast<const int32_t*>(sliding_start),
                       static_cast<const float*>(inv_freq), static_cast<float*>(cos_sin), static_cast<int32_t*>(full_slots),
                       static_cast<int32_t*>(sliding_slots), static_cast<int32_t*>(cu_chunks), batch, full_stride, sliding_stride,
-                      block_size, concentration};
+                      block_size, chunk_blocks, concentration};
   return launch(prepare_step, dim3(1), 256, 0, stream, a);
 }
 

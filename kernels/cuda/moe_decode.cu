@@ -231,6 +231,7 @@ __global__ void __launch_bounds__((kFirstAdder<WARPS> + kAdders + (NT_MAX == 1 ?
     barrier_init(barrier, barrier < ring.empty || barrier == ready ? 1 : barrier < sums.free ? WARPS : kAdders);
   }
   barrier_init_fence();
+  if constexpr (NT_MAX > 1) clear_groups(groups, a);
   __syncthreads();
   wait_for_previous_kernel();
   if constexpr (NT_MAX == 1) {

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding, num_chunks
+from kernels.attention_decode import SplitWorkspace, attention_full, attention_sliding, chunk_blocks, num_chunks
 from kernels.attention_prefill import AttentionHeads, PrefillAttention, attention_workspace
 from kernels.attention_prompt import PromptAttention, window_attention
 from kernels.reference import paged_attention_ref
@@ -103,7 +103,8 @@ def _decode(s: Sequence) -> Tensor:
         tables, starts = tables[:, first:].contiguous(), torch.full_like(lens, first * BLOCK_SIZE).to(s.q.device)
         return attention_sliding(s.q, pool, tables, starts, lens.to(s.q.device), s.sinks, out, window=s.window, sm_scale=SM_SCALE)
     workspace = SplitWorkspace.allocate(rows, s.k.shape[1], rows * s.length, s.q.device)
-    workspace.cu_chunks.copy_(torch.tensor([0, *map(num_chunks, lens.tolist())]).cumsum(0))
+    size = chunk_blocks(rows, s.k.shape[1])
+    workspace.cu_chunks.copy_(torch.tensor([0, *(num_chunks(n, size) for n in lens.tolist())]).cumsum(0))
     return attention_full(s.q, pool, tables, lens.to(s.q.device), s.sinks, out, workspace, sm_scale=SM_SCALE)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention_decode import SHORT_CHUNK
 from kernels.decode_fused import pack_qkv, prepare_step, qkv_rope_write
 from kernels.reference import yarn_inv_freq_ref
 from kernels.rope_kv import rope_table, rope_write_kv
@@ -114,7 +115,8 @@ def decode_table(device: str, positions: list[int]) -> Tensor:
     lens = torch.tensor(positions, dtype=torch.int32, device=device) + 1
     prepare_step(
         ints(rows), ints(rows), lens, ints(rows, blocks), ints(rows, blocks), ints(rows), inv_freq, concentration=concentration,
-        block_size=BLOCK_SIZE, cos_sin=table, full_slots=ints(rows), sliding_slots=ints(rows), cu_chunks=ints(rows + 1),
+        block_size=BLOCK_SIZE, chunk_blocks=SHORT_CHUNK, cos_sin=table, full_slots=ints(rows), sliding_slots=ints(rows),
+        cu_chunks=ints(rows + 1),
     )  # fmt: skip
     return table
 

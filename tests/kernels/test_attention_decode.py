@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention_decode import SplitWorkspace, attention_sliding, launch_full, num_chunks
+from kernels.attention_decode import LONG_CHUNK, SHORT_CHUNK, SplitWorkspace, attention_sliding, chunk_blocks, launch_full, num_chunks
 from kernels.decode_fused import prepare_step
 from kernels.reference import paged_attention_ref
 from tests.support.emulated_cuda import emulated  # noqa: F401
@@ -62,7 +62,8 @@ def run_sliding(q, pool, table, starts, lens, sink):
 
 def run_full(q, pool, table, lens, sink):
     workspace = SplitWorkspace.allocate(len(lens), pool.shape[2], int(lens.sum()), "cpu")
-    chunks = torch.tensor([0, *(num_chunks(n) for n in lens.tolist())]).cumsum(0)
+    size = chunk_blocks(len(lens), pool.shape[2])
+    chunks = torch.tensor([0, *(num_chunks(n, size) for n in lens.tolist())]).cumsum(0)
     workspace.cu_chunks[: len(lens) + 1] = chunks
     out = torch.full_like(q, float("nan"))
     launch_full(q, pool, table, lens, sink, out, workspace, sm_scale=SCALE, group=q.shape[1] // pool.shape[2])
@@ -141,8 +142,16 @@ def test_full_does_not_depend_on_the_batch(emulated):  # noqa: F811
         assert torch.equal(alone[0], whole[b])
 
 
-def test_very_long_sequences_are_cut_into_at_most_64_chunks():
-    assert [num_chunks(n) for n in (0, 1, 512, 513, 32768, 32769, 131072)] == [0, 1, 1, 2, 64, 33, 64]
+def test_many_rows_are_cut_into_longer_chunks(emulated):  # noqa: F811
+    lens = [2049, 4100, 1, 600, 2048] + [16 * (n % 3) for n in range(60)]
+    assert chunk_blocks(len(lens), 2) == LONG_CHUNK > chunk_blocks(16, 8) == SHORT_CHUNK
+    q, pool, table, starts, seq_lens, sink = inputs(8, lens, 2, 8)
+    assert_close(run_full(q, pool, table, seq_lens, sink), reference(q, pool, table, starts, seq_lens, sink, None))
+
+
+def test_very_long_sequences_are_cut_into_at_most_32_chunks():
+    assert [num_chunks(n, 32) for n in (0, 1, 512, 513, 16384, 16385, 32768, 131072)] == [0, 1, 1, 2, 32, 17, 32, 32]
+    assert [num_chunks(n, 128) for n in (0, 2048, 2049, 65536, 131072)] == [0, 1, 2, 32, 32]
 
 
 def test_plan_of_a_step(emulated):  # noqa: F811
@@ -156,15 +165,16 @@ def test_plan_of_a_step(emulated):  # noqa: F811
     sliding = torch.randint(0, 999, (6, 9), generator=generator, dtype=torch.int32)
     inv_freq = torch.rand(32, generator=generator)
     results = []
-    for kernel in (True, False):
+    for kernel, size in ((True, SHORT_CHUNK), (False, SHORT_CHUNK), (True, LONG_CHUNK), (False, LONG_CHUNK)):
         cuda_library.runs = (lambda answer: lambda tensor: answer)(kernel)
         out = {"cos_sin": torch.full((6, 32, 2), float("nan")), "cu_chunks": torch.full((7,), -5, dtype=torch.int32)}
         out |= {name: torch.full((6,), -5, dtype=torch.int32) for name in ("full_slots", "sliding_slots")}
         tokens = torch.arange(100, 108, dtype=torch.int32)
         sources = torch.tensor([7, -1 - 55, 0, 2, -1, 4], dtype=torch.int32)
-        prepare_step(sources, tokens, lens, full, sliding, starts, inv_freq, concentration=1.25, block_size=S, **out)
+        prepare_step(sources, tokens, lens, full, sliding, starts, inv_freq, concentration=1.25, block_size=S, chunk_blocks=size, **out)
         assert tokens.tolist() == [107, 55, 100, 102, 0, 104, 106, 107]  # rows change places, new ones come from the host
         results.append(out)
-    assert torch.allclose(results[0].pop("cos_sin"), results[1].pop("cos_sin"), atol=1e-5)
-    for name, value in results[0].items():
-        assert torch.equal(value, results[1][name]), name
+    for kernel, plain in (results[:2], results[2:]):
+        assert torch.allclose(kernel.pop("cos_sin"), plain.pop("cos_sin"), atol=1e-5)
+        for name, value in kernel.items():
+            assert torch.equal(value, plain[name]), name
