@@ -59,6 +59,33 @@ def check_planted_keys() -> str:
     return "L-128 counts, L-129 does not; the sink counts once"
 
 
+def check_plans_ahead() -> str:
+    """Three chunks of a prompt, all planned and enqueued while the device is still busy: each goes by its own plan."""
+    workspace, chunk = attention_workspace(DEVICE), 512
+    blocks = 3 * chunk // BLOCK_SIZE
+    pool, sinks = normal(blocks, 2, 8, BLOCK_SIZE, 64), torch.randn(64, device=DEVICE)
+    table = torch.randperm(blocks, device=DEVICE).int()
+    queries = [normal(chunk, 64, 64) for _ in range(3)]
+    worst = 0.0
+    for window in (None, 128):
+        attention = PrefillAttention(HEADS, BLOCK_SIZE, window_tokens=window, workspace=workspace)
+        torch.cuda._sleep(1_000_000_000)  # some 0.5 s
+        got = []
+        for index, q in enumerate(queries):
+            attention.plan(chunk, (index + 1) * chunk, table)
+            got.append(attention.run(q, pool, sinks))
+        for index, (q, out) in enumerate(zip(queries, got, strict=True)):
+            seq_len = (index + 1) * chunk
+            expected = paged_attention_ref(
+                q.float(), pool, table[None], *(torch.tensor(v, device=DEVICE) for v in ([0], [seq_len], [0, chunk])), sinks,
+                window=window, sm_scale=0.125,
+            )  # fmt: skip
+            error = float((out.float() - expected).norm() / expected.norm())
+            assert error < 1e-2, f"window {window}, chunk {index} of 3: relative error {error}"
+            worst = max(worst, error)
+    return f"relative error {worst:.1e}"
+
+
 def check_attention_rows() -> str:
     """Both kinds over contiguous rows, padding rows included in the plan, and the window's edge."""
     worst = 0.0

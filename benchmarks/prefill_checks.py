@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.prefill_attention_checks import check_attention, check_attention_rows, check_planted_keys
+from benchmarks.prefill_attention_checks import check_attention, check_attention_rows, check_plans_ahead, check_planted_keys
 from benchmarks.prefill_check_tools import (
     DEVICE,
     EXPERTS,
@@ -225,6 +225,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "experts": lambda: check_experts("120b"),
     "attention": check_attention,
     "planted keys": check_planted_keys,
+    "plans ahead": check_plans_ahead,
     "attention rows": check_attention_rows,
     "120b layer": check_layer,
     "graph": check_graph,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ShapeError
+from kernels.flashinfer_plan import Planner
 from kernels.reference import paged_attention_ref
 
 WORKSPACE_BYTES = 256 * 1024 * 1024
@@ -53,6 +54,7 @@ class PrefillAttention:
         self._sm_scale = heads.head_dim**-0.5
         self._plan: tuple[int, int, int, Tensor] | None = None
         self._wrapper = self._make_wrapper(workspace, graph_blocks) if workspace.is_cuda else None
+        self._planner = Planner(self._wrapper)
 
     @property
     def backend(self) -> str:
@@ -68,7 +70,7 @@ class PrefillAttention:
 
         Shapes: block_ids [>= ceil((seq_len - kv_start) / block_size)] int32, on the pool's device
         Units: num_queries: the last positions of the sequence; seq_len counts them; kv_start: position of the first block's first token
-        Effects: host work and copies to the device on the current stream; not capturable
+        Effects: host work and copies to the device on the current stream; waits for the last plan's copy; not capturable
         Raises: ShapeError if the blocks don't hold the tokens or a graph's plan changes its number of queries
         """
         kv_tokens = seq_len - kv_start
@@ -80,7 +82,7 @@ class PrefillAttention:
         self._plan = (num_queries, seq_len, kv_start, block_ids)
         if self._wrapper is None:
             return
-        self._wrapper.plan(
+        self._planner.plan(
             torch.tensor([0, num_queries], dtype=torch.int32),
             torch.tensor([0, blocks], dtype=torch.int32),
             block_ids[:blocks],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.errors import ShapeError
 from kernels.attention_prefill import AttentionHeads
+from kernels.flashinfer_plan import Planner
 from kernels.reference import paged_attention_ref
 
 
@@ -27,6 +28,7 @@ class PromptAttention:
         self._sm_scale = heads.head_dim**-0.5
         self._planned: tuple[int, int] | None = None
         self._wrapper = self._make_wrapper(workspace, graph_sizes is not None) if workspace.is_cuda else None
+        self._planner = Planner(self._wrapper)
         if graph_sizes is not None:
             self.plan(*graph_sizes)
 
@@ -34,7 +36,7 @@ class PromptAttention:
         """Fixes T and S of the next runs; nothing is done when they are the planned ones.
 
         Units: num_keys: S, the queries being its last T; None: T
-        Effects: host work and small copies to the device on the current stream; not capturable
+        Effects: host work and small copies to the device on the current stream; waits for the last plan's copy; not capturable
         """
         sizes = (num_tokens, num_tokens if num_keys is None else num_keys)
         if sizes == self._planned:
@@ -42,7 +44,7 @@ class PromptAttention:
         self._planned = sizes
         if self._wrapper is not None:
             qo_indptr, kv_indptr = (torch.tensor([0, size], dtype=torch.int32) for size in sizes)
-            self._wrapper.plan(
+            self._planner.plan(
                 qo_indptr, kv_indptr, self._heads.num_qo_heads, self._heads.num_kv_heads, self._heads.head_dim, causal=True,
                 q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
             )  # fmt: skip
