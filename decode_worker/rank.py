@@ -21,7 +21,7 @@ from decode_worker.executor import DecodeExecutor
 from decode_worker.follower import follow
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.reservations import Reservations
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler import DecodeScheduler, sliding_pool_of
 from decode_worker.service import DecodeService
 from kv_transfer.ledger import TransferLedger
 from kv_transfer.pool_memory import make_pool_memory, offered_transports
@@ -82,7 +82,7 @@ class DecodeRank:
         return self._life.wait_ended(timeout_s)
 
     def _sliding_blocks(self, geometry: KVGeometry, _max_len: int) -> int:
-        return self.spec.max_batch * geometry.sliding_blocks_worst(1)
+        return sliding_pool_of(geometry, self.spec.max_batch)
 
     def _executor(self, started: StartedRank) -> DecodeExecutor:
         spec, geometry, facts = self.spec, started.geometry, started.facts

@@ -59,8 +59,7 @@ class DecodeScheduler:
         taken = self.count(Place.RESERVED) + self.count(Place.RUNNING)
         if taken >= self._max_batch:
             raise CapacityError(f"all {self._max_batch} places of the batch are taken")
-        full = self._geometry.blocks_for(max_total_tokens)
-        sliding = min(full, self._geometry.sliding_blocks_worst(1))
+        full, sliding = blocks_of(self._geometry, max_total_tokens)
         if sliding > self.pools.sliding.num_free:
             raise CapacityError(
                 f"{sliding} sliding KV blocks wanted, {self.pools.sliding.num_free} of {self.pools.sliding.num_blocks} free"
@@ -99,6 +98,22 @@ class DecodeScheduler:
         entry.place = after
         self._counts[before] -= 1
         self._counts[after] += 1
+
+
+def blocks_of(geometry: KVGeometry, tokens: int) -> tuple[int, int]:
+    """Full and sliding blocks that a sequence takes which may grow to `tokens` tokens, its prompt included."""
+    full = geometry.blocks_for(tokens)
+    return full, min(full, geometry.sliding_blocks_worst(1))
+
+
+def sliding_pool_of(geometry: KVGeometry, max_batch: int) -> int:
+    """Sliding blocks of a group: enough for its whole batch, so that they never decide."""
+    return max_batch * geometry.sliding_blocks_worst(1)
+
+
+def largest_batch(geometry: KVGeometry, full_blocks: int, max_batch: int, tokens: int) -> int:
+    """Sequences of up to `tokens` tokens that a group holds at once."""
+    return min(max_batch, full_blocks // blocks_of(geometry, tokens)[0])
 
 
 def _owner(transfer_id: int) -> str:

@@ -15,9 +15,10 @@ import torch
 from common.errors import ConfigError, NotSupportedError
 from common.rank_spec import CUDA_WEIGHTS, RankSpec
 from kernels import cuda_library
-from kernels.peers import SERVED_RANKS, PeerLayout, Peers
+from kernels.peers import SERVED_RANKS, Peers
 from model.config import ModelConfig, check_layout, load_model_config
-from model.decode_cuda import CudaDecode, DecodeWeights, buffer_bytes, pack_weights
+from model.decode_cuda import CudaDecode, DecodeWeights, pack_weights
+from model.decode_memory import peer_layout, step_bytes
 from model.decode_step_cuda import CudaDecodeStep
 from model.kv_cache import KVCache
 from model.parallel import ParallelGroup
@@ -58,7 +59,7 @@ def open_decode_cuda(spec: RankSpec, group: ParallelGroup, config: ModelConfig, 
     """
 
     def join(status: torch.Tensor) -> Peers:
-        return open_peers(group, _peer_layout(spec, group, config), status)
+        return open_peers(group, peer_layout(config, group.size, spec.max_batch), status)
 
     cuda_library.build_all()
     decode = CudaDecode(
@@ -81,9 +82,4 @@ def open_decode_cuda(spec: RankSpec, group: ParallelGroup, config: ModelConfig, 
 def decode_step_bytes(spec: RankSpec, group: ParallelGroup, config: ModelConfig, weights: DecodeWeights) -> int:
     """Device memory that `open_decode_cuda` will take, but for graphs, libraries and the share that grows with the KV pool."""
     longest = min(spec.max_model_len, config.max_position)
-    peers = _peer_layout(spec, group, config).nbytes(group.rank) if group.size > 1 else 0
-    return buffer_bytes(config, weights, max_batch=spec.max_batch, max_positions=longest) + peers
-
-
-def _peer_layout(spec: RankSpec, group: ParallelGroup, config: ModelConfig) -> PeerLayout:
-    return PeerLayout(group.size, spec.max_batch, config.hidden_size, config.vocab_size)
+    return step_bytes(config, weights, tp=group.size, rank=group.rank, max_batch=spec.max_batch, max_positions=longest)

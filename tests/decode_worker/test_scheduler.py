@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import CapacityError
 from common.kv_layout import KVGeometry
-from decode_worker.scheduler import DecodeScheduler, Place
+from decode_worker.scheduler import DecodeScheduler, Place, largest_batch, sliding_pool_of
 
 GEOMETRY = KVGeometry(4, 2, 64, 16, "float32", 128, (True, False, True, False))
 RING = GEOMETRY.sliding_blocks_worst(1)
@@ -94,3 +94,13 @@ def test_a_request_that_grows_to_its_worst_case_never_needs_another_block():
     scheduler.start(1)
     scheduler.release(1)
     scheduler.admit(2, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 128, 300])
+@pytest.mark.parametrize(("full_blocks", "max_batch"), [(60, 6), (60, 100), (3, 8), (19, 1)])
+def test_the_largest_batch_is_what_is_admitted_before_one_is_refused(tokens, full_blocks, max_batch):
+    scheduler = DecodeScheduler(GEOMETRY, full_blocks, sliding_pool_of(GEOMETRY, max_batch), max_batch)
+    for transfer_id in range(largest_batch(GEOMETRY, full_blocks, max_batch, tokens)):
+        scheduler.admit(transfer_id, tokens)
+    with pytest.raises(CapacityError):
+        scheduler.admit(10**6, tokens)
