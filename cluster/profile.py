@@ -43,6 +43,47 @@ class DecodeCell(Node):
     spread_ms: float = Field(default=0.0, ge=0)
     how: How
     note: str = ""
+    kv_bytes: int | None = Field(default=None, ge=0, description="KV blocks of these sequences on one rank, computed; null: unknown")
+    rank_bytes: int | None = Field(
+        default=None, ge=0, description="device memory that a rank needs for this cell in all, KV included, computed; null: unknown"
+    )
+
+
+class RankMemory(Node):
+    """A decode rank's device memory, computed from the model's shapes, layout and weight format, for the rank that has the least left."""
+
+    device_bytes: int = Field(ge=0, description="all memory of one GPU")
+    process_bytes: int = Field(ge=0, description="CUDA context and loaded kernels; assumed")
+    weights_bytes: int = Field(ge=0, description="as the kernels want them packed")
+    step_bytes: int = Field(ge=0, description="buffers of a step of max_batch sequences, and what other ranks see of them")
+    margin_bytes: int = Field(ge=0, description="what the engine leaves free for libraries, graphs and transfers")
+
+    @property
+    def besides_kv(self) -> int:
+        return self.process_bytes + self.weights_bytes + self.step_bytes + self.margin_bytes
+
+
+class LargestBatch(Node):
+    """How many sequences of one length a decode group holds at once."""
+
+    context_tokens: int = Field(ge=1, description="of each sequence, prompt and output together")
+    computed: int | None = Field(default=None, ge=0, description="from its configuration's KV blocks and max_batch; null: not at hand")
+    computed_limit: Literal["max_batch", "KV blocks"] | None = Field(default=None, description="what decides the computed number")
+    confirmed: int | None = Field(
+        default=None, ge=0, description="sequences that the running group admitted at once before it refused one more; null: not asked"
+    )
+    confirmed_limit: Literal["max_batch", "KV blocks"] | None = Field(default=None, description="what the group was out of")
+    refusal: str = Field(default="", description="the group's words for the one that was too many")
+
+
+class DecodeRoom(Node):
+    """What fits a decode group: computed from the configuration, confirmed by the running group."""
+
+    kv_blocks_computed: int | None = Field(default=None, ge=0, description="KV blocks of the full layers; null: unknown")
+    kv_blocks_confirmed: int | None = Field(default=None, ge=0, description="those that the running group has; null: not asked")
+    max_batch: int = Field(ge=1)
+    memory: RankMemory | None = Field(default=None, description="null: not a GPU, or its memory is not known")
+    largest: tuple[LargestBatch, ...] = ()
 
 
 class PrefillTable(Node):
@@ -57,6 +98,7 @@ class DecodeTable(Node):
     ep: int = Field(ge=1)
     weights: str
     cells: tuple[DecodeCell, ...] = Field(min_length=1)
+    room: DecodeRoom | None = Field(default=None, description="null: not looked at")
 
 
 class TransferCell(Node):
@@ -78,6 +120,7 @@ class Profile(Node):
     prefill: tuple[PrefillTable, ...] = Field(min_length=1)
     decode: tuple[DecodeTable, ...] = Field(min_length=1)
     transfer: TransferCell
+    unmeasured: tuple[str, ...] = Field(default=(), description="cells of the sweep that were left out, each with its reason")
 
     @property
     def label(self) -> str:

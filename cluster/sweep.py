@@ -1,128 +1,187 @@
-"""Measures a profile on running groups: prefill ms by length, decode step ms by batch and context, and the hand-over.
+"""Measures a profile on running groups: prefill ms by length, decode step ms by batch and context, the hand-over, and what fits.
 
 One group of each layout is measured, nothing else should run there. Every finished cell goes to a journal beside the target, so that a
-broken-off sweep goes on where it stopped. Called by the CLI; `sweep_bench.py` does the measuring.
+broken-off sweep goes on where it stopped. Called by the CLI; `sweep_bench.py` does the measuring, `sweep_fit.py` the counting.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from cluster.profile import (
-    DecodeCell,
-    DecodeTable,
-    PrefillCell,
-    PrefillTable,
-    Profile,
-    TransferCell,
-    decode_surface,
-    load_profile,
-    prefill_curve,
-    save_profile,
-)
-from cluster.sweep_bench import Cell, Result, Role, SweepBench, SweepSettings, room_tokens
-from common.errors import ConfigError
+from cluster.profile import DecodeRoom, Profile, decode_surface, load_profile, prefill_curve, save_profile
+from cluster.sweep_bench import Cell, Layout, Result, SweepBench, SweepSettings, layout_of, one_per_layout, room_tokens
+from cluster.sweep_fit import Admission, Planned, differences, room_of, why_not
+from cluster.sweep_journal import Journal
+from cluster.sweep_profile import ROLES, profile_of, with_room
+from common.errors import ConfigError, ServingError, WorkerLost
+from common.kv_proto import geometry_from_proto
 from common.proto import types_pb2
-from common.versions import NOT_INSTALLED, version_of
+from decode_worker.scheduler import largest_batch
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-SOFTWARE = ("tandem", "torch", "triton", "grpcio")
+Groups = Sequence[types_pb2.GroupDescription]
+T = TypeVar("T")
 
 
-def plan_sweep(groups: Sequence[types_pb2.GroupDescription], settings: SweepSettings, guess: Profile) -> list[Cell]:
-    """Every cell that fits the groups, in the order of measuring, with the time it may take: what a dry run shows."""
+class Surroundings(Protocol):
+    """What the sweep tells and asks of the cluster around it."""
+
+    def doing(self, text: str) -> None:
+        """Something that is no cell and takes a while."""
+
+    def tell(self, text: str) -> None:
+        """A line that must not be overlooked."""
+
+    async def after_loss(self, lost: Groups) -> list[types_pb2.GroupDescription]:
+        """Tells why these groups ended and waits for others in their place. Returns: all groups that run now"""
+
+
+@dataclass
+class Found:
+    """What a sweep has brought: results by a cell's key, by decode layout what fits, by a cell's key why it failed."""
+
+    results: dict[str, Result]
+    admissions: dict[Layout, list[Admission]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def plan_sweep(groups: Groups, settings: SweepSettings, guess: Profile) -> list[Cell]:
+    """Every cell in the order of measuring, with the time it may take: what a dry run shows. Those that do not fit their group say why."""
     cells: list[Cell] = []
-    for group in _one_per_layout(groups, types_pb2.ROLE_PREFILL):
-        curve = prefill_curve(guess, group.layout.tp, group.layout.ep, group.weights)
+    for group in one_per_layout(groups, types_pb2.ROLE_PREFILL):
+        curve = prefill_curve(guess, *layout_of(group))
         for tokens in settings.prefill_tokens:
-            if tokens < _longest(group):
-                seconds = (settings.runs + settings.warm_up) * curve.at(tokens) / 1e3
-                cells.append(_cell("prefill", group, tokens, 1, seconds))
-    for group in _one_per_layout(groups, types_pb2.ROLE_DECODE):
-        surface = decode_surface(guess, group.layout.tp, group.layout.ep, group.weights)
+            seconds = (settings.runs + settings.warm_up) * curve.at(tokens) / 1e3
+            skip = "" if tokens < _longest(group) else f"the longest prompt it takes with an answer has {_longest(group) - 1:,} tokens"
+            cells.append(Cell("prefill", *layout_of(group), tokens, 1, seconds, skip))
+    for group in one_per_layout(groups, types_pb2.ROLE_DECODE):
+        surface = decode_surface(guess, *layout_of(group))
         for context in settings.contexts:
-            fill_ms = min((prefill_curve(guess, g.layout.tp, g.layout.ep, g.weights).at(context) for g in groups), default=0.0)
+            fill_ms = min((prefill_curve(guess, *layout_of(g)).at(context) for g in groups), default=0.0)
             for batch in settings.batches:
-                room = context + room_tokens(settings, batch)
-                if batch <= group.max_batch and batch * room <= group.capacity_tokens and room <= _longest(group):
-                    seconds = (settings.steps * surface.at(batch, batch * context) + batch * fill_ms) / 1e3
-                    cells.append(_cell("decode", group, context, batch, seconds))
+                seconds = (settings.steps * surface.at(batch, batch * context) + batch * fill_ms) / 1e3
+                skip = why_not(group, batch, context + room_tokens(settings, batch))
+                cells.append(Cell("decode", *layout_of(group), context, batch, seconds, skip))
     return [cell for cell in cells if settings.role in (None, cell.role)]
 
 
 async def sweep(
-    groups: Sequence[types_pb2.GroupDescription],
+    groups: Groups,
     settings: SweepSettings,
     path: Path,
     *,
     model: str,
     hardware: str,
     guess: Profile,
+    planned: Mapping[Layout, Planned] | None = None,
+    surroundings: Surroundings | None = None,
     on_progress: Callable[[int, int, Cell, Result | None], None] = lambda done, total, cell, result: None,
 ) -> Profile:
     """Measures every cell that the journal does not have yet and writes the profile to `path`.
 
     Where one role is measured alone, the other's tables are those of the profile at `path`, or of `guess` if there is none: a profile is
-    always whole, and each cell says whether it was measured.
+    always whole, and each cell says whether it was measured. Before decode cells each group is asked how many sequences it admits.
 
-    `on_progress(done, total, cell, result)`: before each cell with None, after it with what was measured.
+    `on_progress(done, total, cell, result)`: before each cell with None, after it with what was measured. `planned`: what decode groups
+    have by their configuration. `surroundings`: with them, a cell that fails is left out and the sweep goes on; the journal stays
     Raises: ConfigError if there is no group of a role, or if journal or kept profile are of another model or hardware; ServingError if a
-        group fails
+        group fails, with `surroundings` only if nothing of a role could be measured
     """
-    cells = plan_sweep(groups, settings, guess)
+    plan = plan_sweep(groups, settings, guess)
+    cells = [cell for cell in plan if not cell.skip]
     kept = _kept_profile(path, model, hardware, settings, guess)
-    for role in ROLES if settings.role is None else (settings.role,):
+    roles = ROLES if settings.role is None else (settings.role,)
+    for role in roles:
         if not any(cell.role == role for cell in cells):
-            raise ConfigError(f"sweep: no {role} group that could be measured")
+            why = "".join(f"; {cell.key}: {cell.skip}" for cell in plan if cell.role == role)
+            raise ConfigError(f"sweep: no {role} group that could be measured{why}")
     if not any(group.role == types_pb2.ROLE_PREFILL for group in groups):
         raise ConfigError("sweep: no prefill group, which decode steps need too: it fills their contexts")
     journal = Journal(path.with_name(path.name + ".journal"), f"{model} on {hardware}")
-    async with SweepBench(groups, settings) as bench:
-        for done, cell in enumerate(cells):
-            result = journal.results.get(cell.key)
-            if result is None:
-                on_progress(done, len(cells), cell, None)
-                result = await bench.measure(cell)
-                journal.add(cell, result)
-            on_progress(done + 1, len(cells), cell, result)
-    profile = _profile_of(cells, journal.results, model, hardware, settings, kept)
+    run = _Run(groups, settings, journal, surroundings)
+    found = await run.over(cells, on_progress)
+    for role in roles:
+        if not any(cell.key in found.results for cell in cells if cell.role == role):
+            raise WorkerLost(f"sweep: no {role} cell could be measured: " + "; ".join(f"{k}: {why}" for k, why in found.failed.items()))
+    rooms = _rooms_of(groups, settings, planned or {}, found)
+    if surroundings is not None:
+        for layout, room in rooms.items():
+            for line in differences(room):
+                surroundings.tell(f"DIFFERENCE in decode tp{layout[0]} ep{layout[1]} {layout[2]}: {line}")
+    measured = [cell for cell in cells if cell.key in found.results]
+    profile = profile_of(measured, found.results, model, hardware, settings, kept)
+    left_out = [f"{cell.key}: skipped, {cell.skip}" for cell in plan if cell.skip]
+    left_out += [f"{key}: failed, {why}" for key, why in found.failed.items()]
+    profile = with_room(profile.model_copy(update={"unmeasured": tuple(left_out)}), groups, settings, rooms)
     save_profile(profile, path)
-    journal.remove()
+    if not found.failed:
+        journal.remove()
     return profile
 
 
-class Journal:
-    """Results so far, one JSON object a line; the first line names what was measured."""
+class _Run:
+    """One pass over the cells. A group that ends takes its cell with it; the sweep goes on with the group that takes its place."""
 
-    def __init__(self, path: Path, subject: str):
-        """Raises: ConfigError if the file belongs to another subject or can't be read"""
-        self._path = path
-        self.results: dict[str, Result] = {}
-        if not path.exists():
-            path.write_text(json.dumps({"subject": subject}) + "\n")
-            return
+    def __init__(self, groups: Groups, settings: SweepSettings, journal: Journal, surroundings: Surroundings | None):
+        self._groups, self._settings, self._journal, self._around = groups, settings, journal, surroundings
+        self._bench = SweepBench(groups, settings)
+        self.found = Found(journal.results)
+
+    async def over(self, cells: Sequence[Cell], on_progress: Callable[[int, int, Cell, Result | None], None]) -> Found:
+        await self._bench.open()
         try:
-            head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-            found = head["subject"]
-            for line in lines:
-                handovers = tuple((int(n), float(p), float(t)) for n, p, t in line["handovers"])
-                self.results[line["key"]] = Result(line["ms"], line["spread_ms"], handovers)
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ConfigError(f"journal {path} can't be read ({exc}); delete it to start anew") from exc
-        if found != subject:
-            raise ConfigError(f"journal {path} is of {found!r}, not of {subject!r}; delete it to start anew")
+            for group in one_per_layout(self._groups, types_pb2.ROLE_DECODE) if any(c.role == "decode" for c in cells) else ():
+                await self._admissions(group)
+            for done, cell in enumerate(cells):
+                result = self.found.results.get(cell.key)
+                if result is None:
+                    on_progress(done, len(cells), cell, None)
+                    result = await self._tried(cell.key, cell, partial(self._bench.measure, cell))
+                    if result is not None:
+                        self._journal.add(cell, result)
+                on_progress(done + 1, len(cells), cell, result)
+        finally:
+            await self._bench.close()
+        return self.found
 
-    def add(self, cell: Cell, result: Result) -> None:
-        self.results[cell.key] = result
-        with self._path.open("a") as file:
-            file.write(json.dumps({"key": cell.key} | asdict(result)) + "\n")
+    async def _admissions(self, group: types_pb2.GroupDescription) -> None:
+        geometry, layout = geometry_from_proto(group.kv), layout_of(group)
+        blocks = group.capacity_tokens // geometry.block_size_tokens
+        for tokens in _contexts_of(group, self._settings):
+            cell = Cell("decode", *layout, tokens)
+            if self._around is not None:
+                self._around.doing(f"admitting {tokens:,}-token sequences")
+            expected = largest_batch(geometry, blocks, group.max_batch, tokens)
+            key = f"largest batch of decode tp{cell.tp} ep{cell.ep} {cell.weights} tokens={tokens}"
+            admission = await self._tried(key, cell, partial(self._bench.admit, layout, tokens, expected))
+            if admission is not None:
+                self.found.admissions.setdefault(layout, []).append(admission)
 
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+    async def _tried(self, key: str, cell: Cell, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Returns: None if it failed and the sweep goes on. Raises: as the work, without surroundings"""
+        if not self._bench.can_measure(cell):
+            self.found.failed[key] = "its group ended, and no other took its place"
+            return None
+        try:
+            return await work()
+        except (ServingError, TimeoutError) as exc:
+            if self._around is None:
+                raise
+            self.found.failed[key] = f"{type(exc).__name__}: {exc}"
+            self._around.tell(f"{key}: {self.found.failed[key]}")
+            await self._recover(self._around)
+            return None
+
+    async def _recover(self, around: Surroundings) -> None:
+        lost = await self._bench.silent()
+        await self._bench.stop()
+        if lost:
+            await self._bench.close()
+            self._bench = SweepBench(await around.after_loss(lost), self._settings)
+            await self._bench.open()
 
 
 def _kept_profile(path: Path, model: str, hardware: str, settings: SweepSettings, guess: Profile) -> Profile:
@@ -136,61 +195,20 @@ def _kept_profile(path: Path, model: str, hardware: str, settings: SweepSettings
     return kept
 
 
-def _profile_of(
-    cells: Sequence[Cell], results: dict[str, Result], model: str, hardware: str, settings: SweepSettings, kept: Profile
-) -> Profile:
-    layouts = {(cell.role, cell.tp, cell.ep, cell.weights): None for cell in cells}
-    prefill, decode = [], []
-    for role, tp, ep, weights in layouts:
-        mine = [(cell, results[cell.key]) for cell in cells if (cell.role, cell.tp, cell.ep, cell.weights) == (role, tp, ep, weights)]
-        if role == "prefill":
-            points = tuple(PrefillCell(tokens=c.tokens, ms=r.ms, spread_ms=r.spread_ms, how="measured") for c, r in mine)
-            prefill.append(PrefillTable(tp=tp, ep=ep, weights=weights, cells=points))
-        else:
-            steps = tuple(
-                DecodeCell(batch=c.batch, context_tokens=c.tokens, ms=r.ms, spread_ms=r.spread_ms, how="measured") for c, r in mine
-            )
-            decode.append(DecodeTable(tp=tp, ep=ep, weights=weights, cells=steps))
-    handovers = [h for cell in cells for h in results[cell.key].handovers]
-    counts = {"prefill": f"{settings.runs} prefills", "decode": f"{settings.steps} decode steps"}
-    obtained = "measured by tandem sweep: median of " + " and of ".join(counts[r] for r in ROLES if settings.role in (None, r))
-    if settings.role is not None:
-        obtained += f"; the other role's cells: {kept.obtained}"
-    return Profile(
-        model=model,
-        hardware=hardware,
-        created=datetime.date.today().isoformat(),
-        obtained=obtained,
-        software=_software(),
-        prefill=tuple(prefill) or kept.prefill,
-        decode=tuple(decode) or kept.decode,
-        transfer=_transfer_of(handovers) if handovers else kept.transfer,
-    )
+def _rooms_of(
+    groups: Groups, settings: SweepSettings, planned: Mapping[Layout, Planned], found: Found
+) -> dict[Layout, DecodeRoom]:  # fmt: skip
+    """By layout, of those that were asked."""
+    decodes = {layout_of(group): group for group in one_per_layout(groups, types_pb2.ROLE_DECODE)}
+    return {
+        layout: room_of(decodes[layout], planned.get(layout), _contexts_of(decodes[layout], settings), admissions)
+        for layout, admissions in found.admissions.items()
+    }
 
 
-def _transfer_of(handovers: Sequence[tuple[int, float, float]]) -> TransferCell:
-    """What shows after the first token is mostly the fixed part; the rate is a lower bound, since copying ran beside the prefill."""
-    fixed_ms = min(transfer_ms for _, _, transfer_ms in handovers)
-    gbytes_per_s = max(size / (prefill_ms + transfer_ms) / 1e6 for size, prefill_ms, transfer_ms in handovers)
-    return TransferCell(
-        gbytes_per_s=max(gbytes_per_s, 1e-6),
-        fixed_ms=fixed_ms,
-        how="measured",
-        note="fixed: least time from first token to commit; rate: most bytes over prefill + transfer time, a lower bound",
-    )
-
-
-def _software() -> dict[str, str]:
-    return {name: version for name in SOFTWARE if (version := version_of(name)) != NOT_INSTALLED}
-
-
-def _one_per_layout(groups: Sequence[types_pb2.GroupDescription], role: int) -> list[types_pb2.GroupDescription]:
-    first = {(g.layout.tp, g.layout.ep, g.weights): g for g in reversed(groups) if g.role == role}
-    return sorted(first.values(), key=lambda g: (g.weights, g.layout.tp, g.layout.ep))
-
-
-def _cell(role: Role, group: types_pb2.GroupDescription, tokens: int, batch: int, seconds: float) -> Cell:
-    return Cell(role, group.layout.tp, group.layout.ep, group.weights, tokens, batch, seconds)
+def _contexts_of(group: types_pb2.GroupDescription, settings: SweepSettings) -> list[int]:
+    """Those that a sequence of this group may reach."""
+    return [tokens for tokens in settings.contexts if tokens <= _longest(group)]
 
 
 def _longest(group: types_pb2.GroupDescription) -> int:

@@ -18,14 +18,18 @@ import grpc
 from cluster.router.decode_link import DecodeLink
 from cluster.router.groups import UNARY_TIMEOUT_S, PrefillLink
 from cluster.router.status import from_rpc_error, from_status
+from cluster.sweep_admission import admit_all
+from cluster.sweep_fit import Admission
 from common.errors import CapacityError, DeadlineError, ServingError
 from common.proto import types_pb2, worker_pb2
 from common.requests import SamplingParams, sampling_to_proto
 
 Role = Literal["prefill", "decode"]
+Layout = tuple[int, int, str]  # tp, ep, weights
 
 READY_S = 30.0
 CELL_TIMEOUT_S = 600.0
+PROBE_S = 2.0
 SETTLE_STEPS = 3  # after a sequence joined; not counted
 
 
@@ -46,7 +50,8 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point to measure. Prefill: `tokens`; decode: `batch` and `tokens` of context. `estimated_s`: by an older profile."""
+    """One point to measure. Prefill: `tokens`; decode: `batch` and `tokens` of context. `estimated_s`: by an older profile.
+    `skip`: why it is left out, "" if it is not."""
 
     role: Role
     tp: int
@@ -55,6 +60,11 @@ class Cell:
     tokens: int
     batch: int = 1
     estimated_s: float = 0.0
+    skip: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        return self.tp, self.ep, self.weights
 
     @property
     def key(self) -> str:
@@ -87,22 +97,49 @@ class SweepBench:
         self._running: list[_Sequence] = []
         self._stepped = asyncio.Event()
 
-    async def __aenter__(self) -> SweepBench:
+    async def open(self) -> None:
+        """Raises: DeadlineError if a group does not answer; then nothing is left open"""
         links = [*self._prefills, *self._decodes]
         for link in links:
             link.start()
         give_up_s = asyncio.get_running_loop().time() + READY_S
         while not all(link.is_healthy for link in links):
             if asyncio.get_running_loop().time() > give_up_s:
-                await self.__aexit__()
+                await self.close()
                 raise DeadlineError(f"groups do not answer: {', '.join(link.name for link in links if not link.is_healthy)}")
             await asyncio.sleep(0.02)
-        return self
 
-    async def __aexit__(self, *exc_info) -> None:
-        await self._stop_sequences()
+    async def close(self) -> None:
+        await self.stop()
         for link in [*self._prefills, *self._decodes]:
             await link.close()
+
+    def can_measure(self, cell: Cell) -> bool:
+        """Whether its group is here, and a prefill group, which decode cells need too."""
+        links: Sequence[PrefillLink | DecodeLink] = self._prefills if cell.role == "prefill" else self._decodes
+        return bool(self._prefills) and any(layout_of(link.description) == cell.layout for link in links)
+
+    async def silent(self) -> list[types_pb2.GroupDescription]:
+        """The groups that do not answer any more, or whose place another one has taken."""
+
+        async def answers(link: PrefillLink | DecodeLink) -> bool:
+            try:
+                answer = await link.stub.Describe(worker_pb2.DescribeRequest(), timeout=PROBE_S)
+            except grpc.RpcError:
+                return False
+            return answer.incarnation == link.description.incarnation
+
+        await asyncio.sleep(PROBE_S / 2)  # a rank that failed has a last word before its process goes
+        links: list[PrefillLink | DecodeLink] = [*self._prefills, *self._decodes]
+        alive = await asyncio.gather(*(answers(link) for link in links))
+        return [link.description for link, is_alive in zip(links, alive, strict=True) if not is_alive]
+
+    async def admit(self, layout: Layout, tokens: int, expected: int) -> Admission:
+        """How many sequences of so many tokens the decode group of a layout admits; see `admit_all`."""
+        await self.stop()
+        link = next(x for x in self._decodes if layout_of(x.description) == layout)
+        async with asyncio.timeout(CELL_TIMEOUT_S):
+            return await admit_all(link, self._writer().description, self._router_id, tokens, expected)
 
     async def measure(self, cell: Cell) -> Result:
         async with asyncio.timeout(CELL_TIMEOUT_S):
@@ -122,7 +159,7 @@ class SweepBench:
         """Sequences of a smaller batch with the same context stay and are joined by more, while they have not grown much."""
         link = _link_for(self._decodes, cell)
         if any(not s.serves(link, cell.tokens) for s in self._running) or len(self._running) > cell.batch:
-            await self._stop_sequences()
+            await self.stop()
         steps: list[float] = []
         handovers: list[tuple[int, float, float]] = []
         while len(steps) < self._settings.steps:
@@ -134,7 +171,7 @@ class SweepBench:
 
     async def _start(self, link: DecodeLink, cell: Cell) -> tuple[int, float, float]:
         """One more sequence. Returns: bytes handed over, prefill ms, transfer ms"""
-        prefill = max(self._prefills, key=lambda p: p.description.layout.tp)
+        prefill = self._writer()
         work = self._work(cell.tokens, max_tokens=room_tokens(self._settings, cell.batch))
         sequence = _Sequence(link, work.internal_id, cell.tokens, self._stepped)
         self._running.append(sequence)
@@ -144,6 +181,9 @@ class SweepBench:
         first = next(e.first_token for e in events if e.HasField("first_token"))
         over = next(e.handed_over for e in events if e.HasField("handed_over"))
         return over.bytes, first.prefill_ms, over.transfer_ms
+
+    def _writer(self) -> PrefillLink:
+        return max(self._prefills, key=lambda p: p.description.layout.tp)
 
     async def _reserve(self, link: DecodeLink, work: worker_pb2.Work, prefill: PrefillLink) -> worker_pb2.Reservation:
         """Waits while blocks of sequences that were just ended are on their way back. Raises: CapacityError if none come"""
@@ -175,7 +215,8 @@ class SweepBench:
                     steps.append(link.load.last_step_ms)
         return steps
 
-    async def _stop_sequences(self) -> None:
+    async def stop(self) -> None:
+        """Ends the sequences that run for the last decode cell."""
         for sequence in self._running:
             sequence.link.detach(sequence.internal_id)
             await sequence.link.abort_and_wait(sequence.internal_id, "measured")
@@ -231,6 +272,15 @@ async def _events_of(link: PrefillLink, task: worker_pb2.PrefillTask) -> list[wo
         raise from_rpc_error(exc, f"group {link.name}") from exc
 
 
+def layout_of(group: types_pb2.GroupDescription) -> Layout:
+    return group.layout.tp, group.layout.ep, group.weights
+
+
+def one_per_layout(groups: Sequence[types_pb2.GroupDescription], role: int) -> list[types_pb2.GroupDescription]:
+    """The first group of each layout, in the order of weights and ranks. Units: role: of `common.v1.Role`"""
+    first = {layout_of(g): g for g in reversed(groups) if g.role == role}
+    return sorted(first.values(), key=lambda g: (g.weights, g.layout.tp, g.layout.ep))
+
+
 def _link_for(links: Sequence, cell: Cell):
-    wanted = (cell.tp, cell.ep, cell.weights)
-    return next(x for x in links if (x.description.layout.tp, x.description.layout.ep, x.description.weights) == wanted)
+    return next(x for x in links if layout_of(x.description) == cell.layout)

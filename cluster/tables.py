@@ -33,13 +33,17 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """A group at one batch size. `tokens_per_s`: of one user; `usd_per_1m`: $ per million output tokens; `is_best`: on the Pareto front."""
+    """A group at one batch size. `ms`: of a step; `tokens_per_s`: of one user; `usd_per_1m`: $ per million output tokens; `is_best`: on the
+    Pareto front; `kv_bytes`: KV of these sequences on one rank, `rank_bytes`: all that a rank needs with them, None if not known."""
 
     layout: str
     batch: int
+    ms: float
     tokens_per_s: float
     usd_per_1m: float
     how: str
+    kv_bytes: int | None = None
+    rank_bytes: int | None = None
     is_best: bool = False
 
 
@@ -60,7 +64,8 @@ def decode_points(profile: Profile, context_tokens: int, usd_per_gpu_hour: float
             exact = next((c for c in table.cells if (c.batch, c.context_tokens) == (batch, context_tokens)), None)
             ms = surface.at(batch, batch * context_tokens)
             usd = table.tp * usd_per_gpu_hour * ms / 3.6e6 / batch * 1e6
-            points.append(DecodePoint(label(table), batch, 1e3 / ms, usd, exact.how if exact else "interpolated"))
+            how, *memory = (exact.how, exact.kv_bytes, exact.rank_bytes) if exact else ("interpolated", None, None)
+            points.append(DecodePoint(label(table), batch, ms, 1e3 / ms, usd, how, *memory))
     front = pareto([(point.tokens_per_s, point.usd_per_1m) for point in points])
     return [DecodePoint(**{**vars(point), "is_best": best}) for point, best in zip(points, front, strict=True)]
 
@@ -87,12 +92,45 @@ def prefill_markdown(profile: Profile, usd_per_gpu_hour: float) -> str:
 
 
 def decode_markdown(profile: Profile, context_tokens: int, usd_per_gpu_hour: float) -> str:
-    """One line per layout and batch, fastest first; the Pareto front in bold."""
-    lines = [_line(["layout", "batch", "tokens/s per user", "$ per 1M output tokens"]), _line(["---", "---:", "---:", "---:"])]
-    for p in sorted(decode_points(profile, context_tokens, usd_per_gpu_hour), key=lambda p: -p.tokens_per_s):
-        cells = [p.layout, str(p.batch), f"{p.tokens_per_s:.1f}", f"{p.usd_per_1m:.3f}"]
+    """One line per layout and batch, fastest first; the Pareto front in bold. Memory where the profile knows it."""
+    points = sorted(decode_points(profile, context_tokens, usd_per_gpu_hour), key=lambda p: -p.tokens_per_s)
+    heads = ["layout", "batch", "step ms", "tokens/s per user", "$ per 1M output tokens"]
+    has_memory = any(p.kv_bytes is not None for p in points)
+    heads += ["KV MiB per rank", "MiB per rank in all"] if has_memory else []
+    lines = [_line(heads), _line(["---"] + ["---:"] * (len(heads) - 1))]
+    for p in points:
+        cells = [p.layout, str(p.batch), f"{p.ms:.2f}", f"{p.tokens_per_s:.1f}", f"{p.usd_per_1m:.3f}"]
+        cells += [_mib(p.kv_bytes), _mib(p.rank_bytes)] if has_memory else []
         lines.append(_line([f"**{cell}**" for cell in cells] if p.is_best else cells))
     return "\n".join(lines) + "\n"
+
+
+def room_markdown(profile: Profile) -> str:
+    """The largest batch of each layout and context, computed beside confirmed, and what a rank's memory goes to; "" if nobody looked."""
+    tables = [(table, table.room) for table in profile.decode if table.room is not None]
+    if not tables:
+        return ""
+    heads = ["layout", "context", "KV blocks computed", "confirmed", "largest batch computed", "confirmed", "decided by"]
+    lines = [_line(heads), _line(["---"] + ["---:"] * 5 + ["---"])]
+    after = []
+    for table, room in tables:
+        for row in room.largest:
+            numbers = (room.kv_blocks_computed, room.kv_blocks_confirmed, row.computed, row.confirmed)
+            differs = any(a is not None and b is not None and a != b for a, b in (numbers[:2], numbers[2:]))
+            limit = row.confirmed_limit or row.computed_limit or "-"
+            cells = [
+                label(table),
+                f"{row.context_tokens:,}",
+                *map(_count, numbers),
+                f"max_batch {room.max_batch}" if limit == "max_batch" else limit,
+            ]
+            lines.append(_line([*cells[:-1], f"{cells[-1]}; **DIFFERENCE**"] if differs else cells))
+        if (m := room.memory) is not None:
+            after.append(
+                f"{label(table)}, MiB of one rank, computed: {_mib(m.device_bytes)} in all, weights {_mib(m.weights_bytes)}, step buffers "
+                f"{_mib(m.step_bytes)}, process {_mib(m.process_bytes)} (assumed), left free by the engine {_mib(m.margin_bytes)}."
+            )
+    return "\n".join([*lines, *("\n" + line for line in after)]) + "\n"
 
 
 def to_csv(rows: Sequence[PrefillRow] | Sequence[DecodePoint]) -> str:
@@ -109,6 +147,10 @@ def to_markdown(profile: Profile, contexts: Sequence[int], usd_per_gpu_hour: flo
     parts.append(prefill_markdown(profile, usd_per_gpu_hour))
     for context in contexts:
         parts += [f"## Decode at {context:,} tokens of context\n", decode_markdown(profile, context, usd_per_gpu_hour)]
+    if room := room_markdown(profile):
+        parts += ["## The largest batch that fits, computed and confirmed\n", room]
+    if profile.unmeasured:
+        parts += ["## Not measured\n", "\n".join(f"- {line}" for line in profile.unmeasured) + "\n"]
     return "\n".join(parts)
 
 
@@ -189,6 +231,14 @@ def write_all(profiles: Sequence[Profile], contexts: Sequence[int], usd_per_gpu_
     for file, content in files.items():
         (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     return [folder / file for file in files]
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / (1 << 20):,.1f}"
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ import pytest
 from cluster.profile import builtin_profile, load_profile, save_profile
 from cluster.sweep import plan_sweep, sweep
 from cluster.sweep_bench import SweepSettings
+from cluster.sweep_fit import Planned
+from cluster.tables import to_markdown
 from common.errors import ConfigError, WorkerLost
 from tests.support.fake_groups import FakeDecodeGroup, FakePrefillGroup
 
@@ -47,8 +49,10 @@ async def test_plan_lists_every_cell_that_fits_with_an_estimate():
         assert all(cell.estimated_s > 0 for cell in cells)
         found[2].description.capacity_tokens = 400
         found[2].description.max_model_len = 300
-        fitting = [cell for cell in plan_sweep(described(found), SETTINGS, GUESS) if cell.role == "decode"]
-        assert [(cell.tokens, cell.batch) for cell in fitting] == [(32, 1), (32, 3), (128, 1)]
+        planned = [cell for cell in plan_sweep(described(found), SETTINGS, GUESS) if cell.role == "decode"]
+        assert [(cell.tokens, cell.batch) for cell in planned if not cell.skip] == [(32, 1), (32, 3), (128, 1)]
+        (skipped,) = [cell for cell in planned if cell.skip]
+        assert "3 x 14 KV blocks are needed, it has 25" in skipped.skip
 
 
 async def test_sweep_measures_each_layout_and_writes_the_profile(tmp_path):
@@ -145,3 +149,134 @@ async def test_sweep_without_a_role_is_refused(tmp_path):
     async with groups() as found:
         with pytest.raises(ConfigError, match="no decode group"):
             await sweep(described(found[:2]), SETTINGS, tmp_path / "p.json", model="m", hardware="h", guess=GUESS)
+
+
+class Around:
+    """Surroundings that remember what they were told; `another` gives the groups that run after a loss."""
+
+    def __init__(self, another=None):
+        self.told, self.lost = [], []
+        self._another = another
+
+    def doing(self, text):
+        pass
+
+    def tell(self, text):
+        self.told.append(text)
+
+    async def after_loss(self, lost):
+        self.lost += [group.group for group in lost]
+        return await self._another()
+
+
+async def test_the_largest_batch_is_confirmed_by_places_that_the_group_really_gives(tmp_path):
+    """32 tokens are 2 blocks and 128 are 8: of 100 blocks the batch of 20 decides at 32 tokens, the blocks at 128."""
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup(capacity_tokens=1600, max_batch=20)
+    around = Around()
+    for group in (prefill, decode):
+        await group.start()
+    try:
+        profile = await run([prefill, decode], tmp_path / "p.json", planned={(1, 1, "mxfp4"): Planned(100, None)}, surroundings=around)
+        assert decode.free_blocks == decode.total_blocks
+    finally:
+        await asyncio.gather(prefill.kill(), decode.kill())
+    room = profile.decode[0].room
+    assert (room.kv_blocks_computed, room.kv_blocks_confirmed) == (100, 100)
+    assert [(b.context_tokens, b.computed, b.computed_limit) for b in room.largest] == [(32, 20, "max_batch"), (128, 12, "KV blocks")]
+    assert [(b.context_tokens, b.confirmed, b.confirmed_limit) for b in room.largest] == [(32, 20, "max_batch"), (128, 12, "KV blocks")]
+    assert all("blocks wanted" in b.refusal for b in room.largest)
+    assert around.told == []
+    table = to_markdown(profile, SETTINGS.contexts, 3.0)
+    assert "| TP1 mxfp4 | 32 | 100 | 100 | 20 | 20 | max_batch 20 |" in table
+    assert "| TP1 mxfp4 | 128 | 100 | 100 | 12 | 12 | KV blocks |" in table
+    assert "| step ms |" in table
+    assert "| **3.00** |" in table
+
+
+async def test_a_group_that_is_not_what_its_configuration_makes_it_is_told_loudly(tmp_path):
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup(capacity_tokens=1600, max_batch=20)
+    around = Around()
+    for group in (prefill, decode):
+        await group.start()
+    try:
+        profile = await run([prefill, decode], tmp_path / "p.json", planned={(1, 1, "mxfp4"): Planned(120, None)}, surroundings=around)
+    finally:
+        await asyncio.gather(prefill.kill(), decode.kill())
+    assert [line.partition(": ")[2] for line in around.told] == [
+        "KV blocks: 120 computed, 100 confirmed",
+        "largest batch at 128 tokens: 15 computed, 12 confirmed",
+    ]
+    assert to_markdown(profile, SETTINGS.contexts, 3.0).count("**DIFFERENCE**") == 2
+
+
+async def test_cells_that_do_not_fit_are_left_out_with_their_reason(tmp_path):
+    prefill, decode = FakePrefillGroup(), FakeDecodeGroup(capacity_tokens=400, max_batch=2)
+    for group in (prefill, decode):
+        await group.start()
+    try:
+        profile = await run([prefill, decode], tmp_path / "p.json")
+    finally:
+        await asyncio.gather(prefill.kill(), decode.kill())
+    assert [(cell.batch, cell.context_tokens) for cell in profile.decode[0].cells] == [(1, 32), (1, 128)]
+    assert profile.unmeasured == tuple(
+        f"decode tp1 ep1 mxfp4 tokens={context} batch=3: skipped, its max_batch is 2" for context in SETTINGS.contexts
+    )
+    assert "## Not measured" in to_markdown(profile, SETTINGS.contexts, 3.0)
+
+
+async def test_cells_know_the_memory_of_a_rank(tmp_path):
+    """Two full and two sliding layers of 8 heads, K and V, 64 bf16 values: 65,536 bytes a block of each kind."""
+    async with groups() as found:
+        profile = await run(found, tmp_path / "p.json")
+    by_cell = {(cell.batch, cell.context_tokens): cell for cell in profile.decode[0].cells}
+    assert by_cell[3, 32].kv_bytes == 3 * (2 + 2) * 65536
+    assert by_cell[1, 128].kv_bytes == (8 + 8) * 65536
+    assert by_cell[1, 128].rank_bytes is None
+
+
+async def test_a_sweep_goes_on_with_the_group_that_takes_the_place_of_one_that_ended(tmp_path):
+    path, measured = tmp_path / "p.json", []
+    async with groups() as found:
+        decode = found[2]
+
+        async def another():
+            await decode.restart()
+            return described(found)
+
+        def kill_once(done, total, cell, result):
+            measured.append((cell.role, cell.tokens, cell.batch, result is None))
+            if measured == [*measured[:-1], ("decode", 32, 3, True)] and not around.lost:
+                asyncio.get_running_loop().create_task(decode.kill())
+
+        around = Around(another)
+        profile = await run(found, path, on_progress=kill_once, surroundings=around)
+        assert around.lost == ["decode-0"]
+        assert [(cell.batch, cell.context_tokens) for cell in profile.decode[0].cells] == [(1, 32), (1, 128), (3, 128)]
+        (left_out,) = profile.unmeasured
+        assert left_out.startswith("decode tp1 ep1 mxfp4 tokens=32 batch=3: failed, WorkerLost")
+        assert left_out.partition(": failed, ")[2] in around.told[0]
+        again = await run(found, path, surroundings=around)  # the journal has all but that one
+    assert again.unmeasured == ()
+    assert (3, 32) in {(cell.batch, cell.context_tokens) for cell in again.decode[0].cells}
+    assert not path.with_name("p.json.journal").exists()
+
+
+async def test_cells_of_a_group_whose_place_nobody_takes_are_left_out(tmp_path):
+    async with groups() as found:
+
+        def kill(done, total, cell, result):
+            if (cell.role, cell.tp, cell.tokens, result) == ("prefill", 1, 64, None):
+                asyncio.get_running_loop().create_task(found[1].kill())
+
+        found[1].prefill_ms = lambda tokens: 50.0
+
+        async def another():
+            return described([found[0], found[2]])
+
+        profile = await run(found, tmp_path / "p.json", on_progress=kill, surroundings=Around(another))
+    assert [(table.tp, len(table.cells)) for table in profile.prefill] == [(1, 1), (2, 3)]
+    assert len(profile.decode[0].cells) == 4
+    assert [line.partition(": failed, ")[2].partition(":")[0] for line in profile.unmeasured] == [
+        "WorkerLost",
+        "its group ended, and no other took its place",
+    ]
