@@ -81,13 +81,14 @@ def why_not(group: types_pb2.GroupDescription, batch: int, tokens: int) -> str:
     """Why a running decode group can't hold so many sequences of so many tokens, prompt and output; "" if it can."""
     geometry = geometry_from_proto(group.kv)
     blocks = group.capacity_tokens // geometry.block_size_tokens
+    longest = min(group.max_model_len, group.capacity_tokens)
     if batch > group.max_batch:
         return f"its max_batch is {group.max_batch}"
-    if tokens > min(group.max_model_len, group.capacity_tokens):
-        return f"sequences grow to {tokens:,} tokens, the longest it takes has {min(group.max_model_len, group.capacity_tokens):,}"
+    if tokens > longest:
+        return f"sequences grow to {tokens:,} tokens while they are measured, the longest it takes has {longest:,}"
     if batch > largest_batch(geometry, blocks, group.max_batch, tokens):
         each = blocks_of(geometry, tokens)[0]
-        return f"sequences grow to {tokens:,} tokens: {batch} x {each:,} KV blocks are needed, it has {blocks:,}"
+        return f"sequences grow to {tokens:,} tokens while they are measured: {batch} x {each:,} KV blocks are needed, it has {blocks:,}"
     return ""
 
 
@@ -126,7 +127,8 @@ def differences(room: DecodeRoom) -> list[str]:
     """Where the running group is not what its configuration makes it, in words; empty if all that was compared is equal."""
     pairs = [("KV blocks", room.kv_blocks_computed, room.kv_blocks_confirmed)]
     pairs += [(f"largest batch at {line.context_tokens:,} tokens", line.computed, line.confirmed) for line in room.largest]
-    return [f"{what}: {a:,} computed, {b:,} confirmed" for what, a, b in pairs if a is not None and b is not None and a != b]
+    differ = [(what, a, b) for what, a, b in pairs if a is not None and b is not None and a != b]
+    return [f"{what}: {a:,} computed, {b:,} confirmed ({b / max(a, 1) - 1:+.1%})" for what, a, b in differ]
 
 
 def _limit(is_batch: bool) -> Limit:

@@ -55,13 +55,18 @@ def prefill_rows(profile: Profile, usd_per_gpu_hour: float) -> list[PrefillRow]:
     ]
 
 
-def decode_points(profile: Profile, context_tokens: int, usd_per_gpu_hour: float) -> list[DecodePoint]:
-    """Every layout and measured batch size at this context, interpolated where the context was not measured; the Pareto front is marked."""
+def decode_points(profile: Profile, context_tokens: int, usd_per_gpu_hour: float, *, only_cells: bool = False) -> list[DecodePoint]:
+    """Every layout and measured batch size at this context, interpolated where the context was not measured; the Pareto front is marked.
+
+    `only_cells`: nothing is interpolated, as after a sweep, where cells that are missing did not fit
+    """
     points = []
     for table in profile.decode:
         surface = decode_surface(profile, table.tp, table.ep, table.weights)
         for batch in sorted({cell.batch for cell in table.cells}):
             exact = next((c for c in table.cells if (c.batch, c.context_tokens) == (batch, context_tokens)), None)
+            if exact is None and only_cells:
+                continue
             ms = surface.at(batch, batch * context_tokens)
             usd = table.tp * usd_per_gpu_hour * ms / 3.6e6 / batch * 1e6
             how, *memory = (exact.how, exact.kv_bytes, exact.rank_bytes) if exact else ("interpolated", None, None)
@@ -91,9 +96,11 @@ def prefill_markdown(profile: Profile, usd_per_gpu_hour: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def decode_markdown(profile: Profile, context_tokens: int, usd_per_gpu_hour: float) -> str:
+def decode_markdown(profile: Profile, context_tokens: int, usd_per_gpu_hour: float, *, only_cells: bool = False) -> str:
     """One line per layout and batch, fastest first; the Pareto front in bold. Memory where the profile knows it."""
-    points = sorted(decode_points(profile, context_tokens, usd_per_gpu_hour), key=lambda p: -p.tokens_per_s)
+    points = sorted(decode_points(profile, context_tokens, usd_per_gpu_hour, only_cells=only_cells), key=lambda p: -p.tokens_per_s)
+    if not points:
+        return "No cell of this context.\n"
     heads = ["layout", "batch", "step ms", "tokens/s per user", "$ per 1M output tokens"]
     has_memory = any(p.kv_bytes is not None for p in points)
     heads += ["KV MiB per rank", "MiB per rank in all"] if has_memory else []
@@ -142,11 +149,13 @@ def to_csv(rows: Sequence[PrefillRow] | Sequence[DecodePoint]) -> str:
     return out.getvalue()
 
 
-def to_markdown(profile: Profile, contexts: Sequence[int], usd_per_gpu_hour: float) -> str:
+def to_markdown(profile: Profile, contexts: Sequence[int], usd_per_gpu_hour: float, *, only_cells: bool = False) -> str:
+    """Both tables, what fits, and what was not measured. `only_cells`: as for `decode_points`"""
     parts = [f"# {profile.label}\n", f"{profile.obtained}. ${usd_per_gpu_hour:.2f} per GPU-hour.\n", "## Prefill, one prompt at a time\n"]
     parts.append(prefill_markdown(profile, usd_per_gpu_hour))
     for context in contexts:
-        parts += [f"## Decode at {context:,} tokens of context\n", decode_markdown(profile, context, usd_per_gpu_hour)]
+        table = decode_markdown(profile, context, usd_per_gpu_hour, only_cells=only_cells)
+        parts += [f"## Decode at {context:,} tokens of context\n", table]
     if room := room_markdown(profile):
         parts += ["## The largest batch that fits, computed and confirmed\n", room]
     if profile.unmeasured:

@@ -130,7 +130,7 @@ def sweep(
                 on_progress=lambda done, total, cell, result: bar.update(task, completed=done, total=total, description=cell.key),
             )
         )
-    typer.echo(to_markdown(measured, settings.contexts, usd_per_gpu_hour))
+    typer.echo(to_markdown(measured, settings.contexts, usd_per_gpu_hour, only_cells=True))
     out.print(f"{profile}: {len(fitting)} cells; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
     if any(": failed, " in line for line in measured.unmeasured):
         err.print("tandem: cells failed, see `Not measured`; the same command again measures what is missing", style="red")

@@ -74,6 +74,9 @@ def test_a_limit_is_named_on_both_sides_and_a_difference_in_words():
         (8, "max_batch", 8, "max_batch"),
         (4, "KV blocks", 5, "KV blocks"),
     ]
-    assert differences(room) == ["KV blocks: 90 computed, 100 confirmed", "largest batch at 320 tokens: 4 computed, 5 confirmed"]
+    assert differences(room) == [
+        "KV blocks: 90 computed, 100 confirmed (+11.1%)",
+        "largest batch at 320 tokens: 4 computed, 5 confirmed (+25.0%)",
+    ]
     assert differences(room_of(group(), None, (160,), admissions[:1])) == []
     assert differences(room_of(group(), Planned(100, None), (160, 320), admissions)) == []

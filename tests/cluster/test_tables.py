@@ -36,6 +36,17 @@ def test_a_context_that_was_not_measured_is_marked():
     assert {p.how for p in decode_points(H200, 5000, 3.0)} == {"interpolated"}
 
 
+def test_after_a_sweep_nothing_is_interpolated_where_a_cell_is_missing():
+    assert decode_points(H200, 5000, 3.0, only_cells=True) == []
+    assert "No cell of this context." in to_markdown(H200, (5000,), 3.0, only_cells=True)
+    assert decode_points(H200, 8192, 3.0, only_cells=True) == decode_points(H200, 8192, 3.0)
+
+
+def test_the_decode_table_tells_the_steps_own_time():
+    (point,) = [p for p in decode_points(H200, 8192, 3.0) if (p.layout, p.batch) == ("TP1 mxfp4", 32)]
+    assert f"| {point.ms:.2f} | {point.tokens_per_s:.1f} |" in to_markdown(H200, (8192,), 3.0).replace("**", "")
+
+
 @given(st.lists(st.tuples(st.floats(1, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=30))
 def test_the_front_is_what_nobody_beats(points):
     front = [p for p, best in zip(points, pareto(points), strict=True) if best]
