@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from cluster.profile import DecodeRoom, Profile, decode_surface, load_profile, prefill_curve, save_profile
-from cluster.sweep_bench import Cell, Layout, Result, SweepBench, SweepSettings, layout_of, one_per_layout, room_tokens
+from cluster.sweep_bench import CELL_TIMEOUT_S, Cell, Layout, Result, SweepBench, SweepSettings, layout_of, one_per_layout, room_tokens
 from cluster.sweep_fit import Admission, Planned, differences, room_of, why_not
 from cluster.sweep_journal import Journal
 from cluster.sweep_profile import ROLES, profile_of, with_room
@@ -170,7 +170,7 @@ class _Run:
         except (ServingError, TimeoutError) as exc:
             if self._around is None:
                 raise
-            self.found.failed[key] = f"{type(exc).__name__}: {exc}"
+            self.found.failed[key] = f"{type(exc).__name__}: {exc}" if str(exc) else f"took longer than {CELL_TIMEOUT_S:.0f} s"
             self._around.tell(f"{key}: {self.found.failed[key]}")
             await self._recover(self._around)
             return None

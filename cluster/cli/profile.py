@@ -131,7 +131,9 @@ def sweep(
             )
         )
     typer.echo(to_markdown(measured, settings.contexts, usd_per_gpu_hour, only_cells=True))
-    out.print(f"{profile}: {len(fitting)} cells; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
+    failed = sum(": failed, " in line and not line.startswith("largest") for line in measured.unmeasured)
+    cells_done = f"{len(fitting) - failed} of {len(fitting)} cells" if failed else f"{len(fitting)} cells"
+    out.print(f"{profile}: {cells_done}; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
     if any(": failed, " in line for line in measured.unmeasured):
         err.print("tandem: cells failed, see `Not measured`; the same command again measures what is missing", style="red")
         raise typer.Exit(1)
