@@ -240,8 +240,9 @@ class Dispatcher:
         assert place.prefill is not None
         self._attempts += 1
         work = self._work_of(job, f"{self.pools.router_id}-{job.number}-{self._attempts}")
-        prefill = place.prefill
-        attempt = place.attempt = Attempt(job, work, prefill, None, lambda: prefill.take_back(place.waiter))
+        prefill, waiter = place.prefill, place.waiter
+        # not `place` itself: it holds the attempt, and what holds itself waits for the collector with all that the request had
+        attempt = place.attempt = Attempt(job, work, prefill, None, lambda: prefill.take_back(waiter))
         if pool is None:
             return
         failure: _AttemptFailed | None = None
