@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from decode_worker.reservations import Reservations
 from decode_worker.run_ahead import Row, RunAhead, is_greedy
 from decode_worker.scheduler import DecodeScheduler, Place
 from decode_worker.sequence import Sequence
+from kv_transfer.transfer_id import TransferIds
 from model.control import LeaderChannel
 from model.sampling import TokenChoice
 
@@ -83,6 +83,7 @@ class DecodeEngine:
         self._metrics = metrics
         self._tracing = tracing
         self._clock = clock
+        self._ids = TransferIds(clock())
         self._pace = pace or AdmissionPace()
         self._arrivals = Arrivals()
         self._running: dict[str, Sequence] = {}  # by internal id, in the order of admission
@@ -178,7 +179,7 @@ class DecodeEngine:
         sequence = Sequence(
             command.work,
             command.router_id,
-            transfer_id=secrets.randbits(63) + 1,
+            transfer_id=self._ids.make(self._clock()),
             vocab_size=facts.vocab_size,
             max_len=facts.max_len,
             eos_token_ids=facts.eos_token_ids,

@@ -14,16 +14,23 @@ thread only; signatures are checked before.
 
 Each rank reports exactly once per started transfer, when it will never write for it again. `ended` forgets a transfer once the decode
 leader has answered. A fence for an unknown id is a promise too: a task with that id is refused afterwards.
+
+A task whose id has ended is refused for ever, though the id is remembered for about a lease only: a reservation that is older than its
+lease when its task comes has not been renewed by anybody, so its decode group has given it up (`Horizon`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import TransferGivenUp
 from common.proto import worker_pb2
 from kernels.digest import MASK
+from kv_transfer.transfer_id import Horizon
+
+_GROUPS_REMEMBERED = 1024  # decode groups, by when a task last named them; nothing can be written to one that is gone
 
 
 class WriterState(Enum):
@@ -89,26 +96,36 @@ class _Writing:
 
 
 class WriterLedger:
-    """Units: num_ranks: of this prefill group; remember_s: how long ended ids and promises are kept, longer than any task lives"""
+    """Units: num_ranks: of this prefill group; promise_s: how long a promise about an id that never came is kept, longer than any task is
+    on its way: nothing tells whose id it is"""
 
-    def __init__(self, num_ranks: int, *, remember_s: float = 3600.0):
+    def __init__(self, num_ranks: int, *, promise_s: float = 3600.0):
         self._num_ranks = num_ranks
-        self._remember_s = remember_s
+        self._promise_s = promise_s
         self._open: dict[int, _Writing] = {}
-        self._refused: dict[int, float] = {}  # id -> until when; insertion order is order of time
+        self._horizons: OrderedDict[int, Horizon] = OrderedDict()  # by incarnation of the decode group
+        self._ended: dict[int, int] = {}  # id -> incarnation, within its horizon; in the order of their ends
+        self._promised: dict[int, float] = {}  # id -> until when, in the order of time
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_remembered(self) -> int:
+        """Ids that are not open and would be refused because they are known."""
+        return len(self._ended) + len(self._promised)
+
     def accept(self, reservation: worker_pb2.Reservation, now: float) -> None:
         """A task has arrived; its lease is renewed from now on.
 
-        Raises: TransferGivenUp if the id was fenced, has ended, or is here already
+        Raises: TransferGivenUp if the id was fenced, has ended, is older than its lease, or is here already
         """
-        transfer_id = reservation.transfer_id
-        if transfer_id in self._refused or transfer_id in self._open:
+        transfer_id, horizon = reservation.transfer_id, self._horizon_of(reservation)
+        is_known = transfer_id in self._open or transfer_id in self._ended or transfer_id in self._promised
+        if is_known or horizon.is_past(transfer_id, now):
             raise TransferGivenUp(f"transfer {transfer_id:x} was given up or is here already", request_id=reservation.internal_id)
+        horizon.saw(transfer_id, now)
         self._open[transfer_id] = _Writing(reservation, now + self._renew_every_s(reservation))
 
     def start(self, transfer_id: int) -> None:
@@ -155,7 +172,9 @@ class WriterLedger:
         """
         writing = self._open.get(transfer_id)
         if writing is None:
-            self._refuse(transfer_id, now)
+            if transfer_id not in self._ended:
+                self._promised.pop(transfer_id, None)
+                self._promised[transfer_id] = now + self._promise_s
             return True, []
         actions: list[Action] = []
         if writing.state in (WriterState.WAITING, WriterState.PUSHING):
@@ -165,10 +184,7 @@ class WriterLedger:
 
     def due_renewals(self, now: float) -> list[Renewal]:
         """Call several times per lease. Every open transfer comes up each third of its lease."""
-        for transfer_id, until in list(self._refused.items()):
-            if until > now:
-                break
-            del self._refused[transfer_id]
+        self._forget(now)
         due: dict[tuple[str, int], list[int]] = {}
         for transfer_id, writing in self._open.items():
             if now >= writing.renew_at:
@@ -185,7 +201,7 @@ class WriterLedger:
         writing = self._open.get(transfer_id)
         if writing is not None and writing.state in (WriterState.STOPPED, WriterState.COMMITTING):
             del self._open[transfer_id]
-            self._refuse(transfer_id, now)
+            self._ended[transfer_id] = writing.reservation.incarnation
 
     def _all_reported(self, writing: _Writing) -> Action:
         if writing.state is WriterState.STOPPING:
@@ -199,9 +215,23 @@ class WriterLedger:
             tuple(sum(parts) & MASK for parts in zip(*(report.digest_per_rank for report in reports), strict=True)),
         )
 
-    def _refuse(self, transfer_id: int, now: float) -> None:
-        self._refused.pop(transfer_id, None)
-        self._refused[transfer_id] = now + self._remember_s
+    def _horizon_of(self, reservation: worker_pb2.Reservation) -> Horizon:
+        horizon = self._horizons.setdefault(reservation.incarnation, Horizon(reservation.lease_ms / 1000))
+        self._horizons.move_to_end(reservation.incarnation)
+        if len(self._horizons) > _GROUPS_REMEMBERED:
+            self._horizons.popitem(last=False)
+        return horizon
+
+    def _forget(self, now: float) -> None:
+        """Ids that would be refused without being known, oldest first."""
+        while self._ended:
+            transfer_id, incarnation = next(iter(self._ended.items()))
+            horizon = self._horizons.get(incarnation)
+            if horizon is not None and not horizon.is_past(transfer_id, now):
+                break
+            del self._ended[transfer_id]
+        while self._promised and next(iter(self._promised.values())) <= now:
+            del self._promised[next(iter(self._promised))]
 
     def _renew_every_s(self, reservation: worker_pb2.Reservation) -> float:
         return reservation.lease_ms / 1000 / 3

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from common.errors import KVTransferError
 from common.proto import worker_pb2
+from kv_transfer.transfer_id import TICK_S, TransferIds
 from kv_transfer.writer_ledger import Action, PushFailed, Renewal, SendAbandon, SendCommit, StopRanks, WriterLedger
 
 
@@ -16,6 +17,9 @@ def reservation(transfer_id: int = 7, address: str = "10.0.0.9:1") -> worker_pb2
     return worker_pb2.Reservation(
         internal_id=f"r{transfer_id}", transfer_id=transfer_id, incarnation=5, decode_address=address, lease_ms=9000
     )
+
+
+LEASE_S = 9.0
 
 
 def report(rank: int, transfer_id: int = 7, error: str = "") -> worker_pb2.PushReport:
@@ -70,7 +74,7 @@ def test_a_task_that_has_not_begun_stops_at_once(ledger: WriterLedger) -> None:
 
 
 def test_a_fence_for_an_unknown_id_is_a_promise() -> None:
-    ledger = WriterLedger(num_ranks=1, remember_s=100.0)
+    ledger = WriterLedger(num_ranks=1, promise_s=100.0)
     assert ledger.fence(7, 0.0) == (True, [])
     with pytest.raises(KVTransferError, match="given up"):  # the task overtaken by its own fence
         ledger.accept(reservation(), 1.0)
@@ -101,6 +105,47 @@ def test_what_the_decode_group_does_not_know_is_stopped_and_fails(ledger: Writer
     assert isinstance(failed, PushFailed)
     assert stop == StopRanks(7)
     assert ledger.renewed([7], 2.0) == []
+
+
+def test_ended_ids_stay_refused_for_ever_and_are_remembered_for_about_a_lease() -> None:
+    ledger, ids = WriterLedger(num_ranks=1), TransferIds(0.0)
+    ended = []
+    for n in range(2000):  # 20 a second
+        now = n / 20
+        ended.append(ids.make(now))
+        ledger.accept(reservation(ended[-1]), now)
+        ledger.stop(ended[-1], "x")
+        ledger.ended(ended[-1], now)
+        ledger.due_renewals(now)
+        assert ledger.num_remembered <= 20 * (LEASE_S + 2 * TICK_S) + 1
+    for now in (100.0, 109.2, 110.0, 1e6):
+        ledger.due_renewals(now)
+        for transfer_id in ended:
+            with pytest.raises(KVTransferError, match="given up"):
+                ledger.accept(reservation(transfer_id), now)
+    assert ledger.num_remembered == 0
+
+
+def test_of_a_thousand_decode_groups_that_came_and_went_little_is_left() -> None:
+    ledger = WriterLedger(num_ranks=1)
+    for incarnation in range(1, 3001):
+        now = 20.0 * incarnation
+        message = reservation(TransferIds(0.0).make(5.0))
+        message.incarnation = incarnation
+        ledger.accept(message, now)
+        ledger.stop(message.transfer_id, "x")
+        ledger.ended(message.transfer_id, now)
+        ledger.due_renewals(now)
+        assert ledger.num_remembered <= 2
+    assert len(ledger._horizons) == 1024
+
+
+@pytest.mark.parametrize("silence_s", [3600.0, 86400.0 * 30], ids=["an hour", "a month"])
+@pytest.mark.parametrize("drift", [-1e-4, 1e-4], ids=["slower", "faster"])
+def test_clocks_that_drift_apart_over_a_long_silence_refuse_nothing_fresh(silence_s: float, drift: float) -> None:
+    ledger, ids = WriterLedger(num_ranks=1), TransferIds(0.0)
+    ledger.accept(reservation(ids.make(1.0)), 1.0)
+    ledger.accept(reservation(ids.make(silence_s * (1 + drift))), silence_s)
 
 
 class Group(RuleBasedStateMachine):
@@ -204,3 +249,67 @@ class Group(RuleBasedStateMachine):
 
 Group.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None)
 test_promises_hold_and_each_transfer_ends_once = Group.TestCase
+
+
+class LateTasks(RuleBasedStateMachine):
+    """Decode groups issue reservations on clocks of their own; routers hand them over late, out of order, twice, or hours later; decode
+    groups fence what they gave up. Nothing may be accepted twice or after a promise, and nothing fresh may be refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = WriterLedger(num_ranks=2, promise_s=1e9)  # one about an id that never came is kept by time, whatever else holds
+        self.now = 1000.0
+        self.offset_s = {5: -990.0, 6: 250.0, 7: 0.0}  # of each decode group's clock
+        self.ids = {incarnation: TransferIds(self.clock(incarnation)) for incarnation in self.offset_s}
+        self.issued: list[tuple[worker_pb2.Reservation, float]] = []
+        self.accepted: set[int] = set()
+        self.promised: set[int] = set()
+
+    def clock(self, incarnation: int) -> float:
+        return self.now + self.offset_s[incarnation]
+
+    @rule(incarnation=st.sampled_from([5, 6, 7]))
+    def issue(self, incarnation: int) -> None:
+        message = reservation(self.ids[incarnation].make(self.clock(incarnation)))
+        message.incarnation = incarnation
+        self.issued.append((message, self.now))
+
+    @precondition(lambda self: self.issued)
+    @rule(data=st.data())
+    def task_comes(self, data: st.DataObject) -> None:
+        message, issued_at = data.draw(st.sampled_from(self.issued))
+        transfer_id = message.transfer_id
+        try:
+            self.ledger.accept(message, self.now)
+        except KVTransferError:
+            is_over = self.now - issued_at > LEASE_S
+            assert transfer_id in self.accepted or transfer_id in self.promised or is_over, "a fresh task was refused"
+            return
+        assert transfer_id not in self.accepted, "a task was accepted twice"
+        assert transfer_id not in self.promised, "a task was accepted after a promise"
+        self.accepted.add(transfer_id)
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data())
+    def ends(self, data: st.DataObject) -> None:
+        transfer_id = data.draw(st.sampled_from(sorted(self.accepted)))
+        self.ledger.stop(transfer_id, "x")
+        self.ledger.ended(transfer_id, self.now)
+
+    @precondition(lambda self: self.issued)
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
+        transfer_id = data.draw(st.sampled_from(self.issued))[0].transfer_id
+        if self.ledger.fence(transfer_id, self.now)[0]:
+            self.promised.add(transfer_id)
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 8.8, 9.3, 20.0, 3000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.due_renewals(self.now)
+        if seconds > LEASE_S + TICK_S:
+            assert not self.ledger._ended, "ids are remembered though their horizon has passed"
+
+
+LateTasks.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None, database=None)
+test_late_and_replayed_tasks_are_refused_and_fresh_ones_are_not = LateTasks.TestCase
