@@ -150,7 +150,9 @@ class Reservations:
         entry = self._open.get(transfer_id)
         if entry is not None and entry.committing == command.request:
             entry.waiting.append(command.done)
-        elif self._ledger.begin_commit(command.request, now_s):
+            return
+        num_bytes = self._geometry.handover_bytes(entry.sequence.num_handed_over) if entry is not None else 0
+        if self._ledger.begin_commit(command.request, now_s, num_bytes):
             entry = self._open[transfer_id]
             entry.committing, entry.waiting = command.request, [command.done]
             self._unasked[transfer_id] = None

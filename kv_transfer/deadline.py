@@ -1,10 +1,17 @@
-"""A moment that waits must not outlast. Used by every transport."""
+"""A moment that waits must not outlast, used by every transport; and how long a hand-over may take in all, which both leaders go by."""
 
 from __future__ import annotations
 
 import time
 
 from common.errors import TransferTimeout
+
+_SLOWEST_PUSH_BYTES_PER_S = 50e6
+
+
+def settle_s(lease_s: float, num_bytes: int) -> float:
+    """How long a hand-over may take once the first token is out: a lease, and the bytes at the slowest pace worth waiting for."""
+    return lease_s + num_bytes / _SLOWEST_PUSH_BYTES_PER_S
 
 
 class Deadline:

@@ -30,8 +30,9 @@ from enum import Enum
 
 from common.errors import KVTransferError, PeerLost, ServingError, TransferGivenUp, TransferTimeout, WriterDead
 from common.proto import types_pb2, worker_pb2
+from kv_transfer.deadline import settle_s
 
-_COMMITTED_REMEMBERED = 4096  # for a commit that is sent again because its answer was lost
+_ON_ITS_WAY_S = 5.0  # a call between leaders: 2 s at most, and what clocks and a busy loop add
 _DEAD_REMEMBERED = 1024  # a router may name one of them as a writer until it has the news itself
 
 
@@ -84,6 +85,7 @@ class _Transfer:
     state: TransferState = TransferState.RESERVED
     is_given_up: bool = False  # ended by router or writer while the bytes were being verified
     fence_again_at: float = 0.0
+    commit_until: float = 0.0  # its writer does not send a commit again after that
 
 
 class TransferLedger:
@@ -94,13 +96,18 @@ class TransferLedger:
         self._fence_retry_s = fence_retry_s
         self._open: dict[int, _Transfer] = {}
         self._by_request: dict[str, int] = {}
-        self._committed: OrderedDict[int, None] = OrderedDict()
+        self._committed: dict[int, float] = {}  # id -> until when a commit may be sent again, because its answer was lost
         self._dead: OrderedDict[int, None] = OrderedDict()  # incarnations of writers
 
     @property
     def num_open(self) -> int:
         """Reserved and neither committed nor freed."""
         return len(self._open)
+
+    @property
+    def num_committed(self) -> int:
+        """That are remembered, for commits that are sent again."""
+        return len(self._committed)
 
     def find(self, internal_id: str) -> int | None:
         """Returns: the open transfer of a request"""
@@ -138,20 +145,24 @@ class TransferLedger:
                 transfer.lease_ends = now + transfer.lease_s
         return unknown
 
-    def begin_commit(self, request: worker_pb2.CommitRequest, now: float) -> bool:
-        """The writer has finished and stopped.
+    def begin_commit(self, request: worker_pb2.CommitRequest, now: float, handover_bytes: int = 0) -> bool:
+        """The writer has finished and stopped, and tries to commit for `settle_s` from its first token on, which was before this.
+
+        Units: handover_bytes: of the prompt
 
         Returns: True: verify the bytes, then call `end_commit`; False: it was committed before, answer as then
         Raises: PeerLost if meant for an earlier incarnation; TransferGivenUp if there is nothing to commit
         """
         if request.incarnation != self._incarnation:
             raise PeerLost(f"commit for incarnation {request.incarnation:x}, this is {self._incarnation:x}")
+        self._forget_committed(now)
         if request.transfer_id in self._committed:
             return False
         transfer = self._open.get(request.transfer_id)
         if transfer is None or transfer.state is not TransferState.RESERVED:
             raise TransferGivenUp(f"transfer {request.transfer_id:x} is {self.state(request.transfer_id).value} and can't be committed")
         transfer.state = TransferState.VERIFYING
+        transfer.commit_until = now + settle_s(transfer.lease_s, handover_bytes) + _ON_ITS_WAY_S
         return True
 
     def end_commit(self, transfer_id: int, error: ServingError | None) -> list[Action]:
@@ -161,9 +172,7 @@ class TransferLedger:
             return []
         if error is None and not transfer.is_given_up:
             self._forget(transfer_id)
-            self._committed[transfer_id] = None
-            if len(self._committed) > _COMMITTED_REMEMBERED:
-                self._committed.popitem(last=False)
+            self._committed[transfer_id] = transfer.commit_until
             return [AdmitSequence(transfer_id, transfer.internal_id)]
         failure = [FailRequest(transfer.internal_id, error)] if error is not None and not transfer.is_given_up else []
         return [*self._release(transfer_id), *failure]
@@ -192,6 +201,7 @@ class TransferLedger:
 
     def expire(self, now: float) -> list[Action]:
         """Gives up reservations whose lease is over, and asks again where a writer has not answered. Call several times per second."""
+        self._forget_committed(now)
         actions: list[Action] = []
         for transfer_id, transfer in self._open.items():
             if transfer.state is TransferState.RESERVED and now > transfer.lease_ends:
@@ -240,6 +250,11 @@ class TransferLedger:
     def _release(self, transfer_id: int) -> list[Action]:
         self._forget(transfer_id)
         return [ReleaseBlocks(transfer_id)]
+
+    def _forget_committed(self, now: float) -> None:
+        """Oldest first, as far as nobody asks any more; one that has longer holds up those behind it."""
+        while self._committed and next(iter(self._committed.values())) < now:
+            del self._committed[next(iter(self._committed))]
 
     def _forget(self, transfer_id: int) -> None:
         del self._by_request[self._open.pop(transfer_id).internal_id]

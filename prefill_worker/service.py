@@ -22,6 +22,7 @@ from common.requests import sampling_from_proto
 from common.server_thread import abort_with
 from common.tracing import Tracing
 from common.wire import Wire
+from kv_transfer.deadline import settle_s
 from kv_transfer.writer_ledger import WriterLedger
 from model.sampling import SamplingState
 from prefill_worker.call import PrefillCall
@@ -31,8 +32,6 @@ from prefill_worker.job import PrefillJob
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.peers import DecodePeers
 from prefill_worker.trace import PrefillTrace
-
-_SLOWEST_PUSH_BYTES_PER_S = 50e6
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,4 @@ class PrefillService(worker_pb2_grpc.PrefillGroupServicer):
         )
 
     def _settle_s(self, work: worker_pb2.Work) -> float:
-        """How long a hand-over may take once the first token is out: a lease, and the bytes at the slowest pace worth waiting for."""
-        num_bytes = self._facts.geometry.handover_bytes(len(work.prompt_ids) + len(work.output_ids))
-        return self._facts.lease_s + num_bytes / _SLOWEST_PUSH_BYTES_PER_S
+        return settle_s(self._facts.lease_s, self._facts.geometry.handover_bytes(len(work.prompt_ids) + len(work.output_ids)))

@@ -48,6 +48,28 @@ def test_a_repeated_commit_is_answered_as_before(ledger: TransferLedger) -> None
     assert ledger.end_commit(7, None) == []
 
 
+@pytest.mark.parametrize(("handover_bytes", "for_s"), [(0, LEASE_S), (500_000_000, LEASE_S + 10)], ids=["a short prompt", "a long one"])
+def test_a_commit_is_answered_again_for_as_long_as_its_writer_may_ask(ledger: TransferLedger, handover_bytes: int, for_s: float) -> None:
+    ledger.begin_commit(commit(7), 1.0, handover_bytes)
+    ledger.end_commit(7, None)
+    ledger.expire(1.0 + for_s + 2.0)
+    assert not ledger.begin_commit(commit(7), 1.0 + for_s + 2.0)
+    ledger.expire(1.0 + for_s + 6.0)
+    assert ledger.num_committed == 0
+    with pytest.raises(KVTransferError, match="free and can't be committed"):  # a writer that has long given up hears it
+        ledger.begin_commit(commit(7), 1.0 + for_s + 6.0)
+
+
+def test_of_thousands_of_commits_only_the_latest_are_remembered() -> None:
+    ledger = TransferLedger(INCARNATION)
+    for n in range(1, 5001):
+        now = n / 20
+        ledger.reserve(n, f"r{n}", writer(), LEASE_S, now)
+        ledger.begin_commit(commit(n), now)
+        ledger.end_commit(n, None)
+        assert ledger.num_committed <= 20 * (LEASE_S + 5) + 2
+
+
 def test_a_failed_commit_frees_at_once_because_the_writer_has_stopped(ledger: TransferLedger) -> None:
     ledger.begin_commit(commit(7), 1.0)
     error = KVTransferError("digest differs")
