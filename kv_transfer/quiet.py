@@ -13,6 +13,7 @@ from common.process import is_known_dead
 from common.proto import types_pb2
 
 GPU_QUIET_S = 1.0
+_REMEMBERED_S = 60.0  # beyond the quiet time: whoever asks later waits for that time once more
 
 
 class Quiet:
@@ -34,6 +35,13 @@ class Quiet:
         """Returns: whether it was seen dead `after_s` ago or earlier"""
         if not self._is_dead(process):
             return False
-        now_s = self._clock()
-        since_s = self._dead_since.setdefault((process.host, process.pid, process.start_ticks), now_s)
-        return now_s - since_s >= self._after_s
+        key, now_s = (process.host, process.pid, process.start_ticks), self._clock()
+        if key not in self._dead_since:
+            oldest_s = now_s - self._after_s - _REMEMBERED_S
+            self._dead_since = {other: since_s for other, since_s in self._dead_since.items() if since_s >= oldest_s}
+            self._dead_since[key] = now_s
+        return now_s - self._dead_since[key] >= self._after_s
+
+    def __len__(self) -> int:
+        """Processes that are remembered."""
+        return len(self._dead_since)
