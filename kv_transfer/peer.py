@@ -49,6 +49,7 @@ class Peer:
         self._connect = connect
         self._retire = retire
         self._idle_s = idle_s
+        self.is_lost = False  # the other side was gone when it was last reached for
         self._link: Link | None = None
         self._current: Outgoing | None = None  # whose writes the link may still hold unacknowledged
         self._unsettled: list[tuple[Link, Outgoing]] = []
@@ -83,7 +84,9 @@ class Peer:
         self._drop_link()
 
     def _is_idle(self, seconds: float) -> bool:
-        return seconds > self._idle_s or (self._link is not None and self._link.is_lost())
+        if self._link is not None:
+            self.is_lost = self._link.is_lost()
+        return self.is_lost or seconds > self._idle_s
 
     def _push(self, outgoing: Outgoing, push: Push) -> None:
         if outgoing.error is not None:
@@ -142,6 +145,7 @@ class Peer:
 
     def _fail(self, outgoing: Outgoing, error: ServingError) -> None:
         outgoing.fail(error)
+        self.is_lost = isinstance(error, PeerLost)
         self._current = None
         if self._link is not None:
             self._unsettled.append((self._link, outgoing))

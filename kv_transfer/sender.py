@@ -226,6 +226,8 @@ class Sender:
                 if not peer.queue.empty():
                     return False
                 del self._peers[key]
-                return True
+            if peer.is_lost:
+                self._opener.forget(*key)
+            return True
 
         return Peer(f"rank {pair.dst_rank} of {outgoing.incarnation:x}", pair.dst_rank, connect, retire, self._idle_s)

@@ -33,6 +33,7 @@ ON_DEVICE = ("cuda_ipc", "nccl", "nixl", "tcp")
 FLOOR_GB_PER_S = {"host": 0.05, "device": 20.0}  # below this a hand-over of a long prompt no longer hides behind its prefill
 _PROBE_ROUNDS = 3
 _PROBE_TIMEOUT_S = 2.0
+_RATES_KEPT = 1024  # of decode ranks that were not seen to be gone; one that is no longer among them is measured anew
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,14 @@ class LinkOpener:
         return best[1]
 
     def rates(self) -> list[LinkRate]:
-        """Returns: one per decode rank that was reached so far"""
+        """Returns: one per decode rank that was reached so far and has not been forgotten"""
         with self._lock:
             return list(self._rates.values())
+
+    def forget(self, incarnation: int, rank: int) -> None:
+        """That decode rank is gone."""
+        with self._lock:
+            self._rates.pop((incarnation, rank), None)
 
     def close(self) -> None:
         """Effects: gives NIXL's agent back, if there is one; open links keep it until they are closed"""
@@ -155,6 +161,8 @@ class LinkOpener:
     def _report(self, rate: LinkRate, reasons: list[str]) -> None:
         with self._lock:
             self._rates[rate.incarnation, rate.rank] = rate
+            if len(self._rates) > _RATES_KEPT:
+                del self._rates[next(iter(self._rates))]
         why = "".join(f"; {reason}" for reason in reasons)
         name = f"kv transfer to rank {rate.rank} of {rate.incarnation:x}"
         logger.info("%s goes over %s at %s%s", name, rate.transport, _rate(rate.gb_per_s), why)

@@ -12,7 +12,7 @@ from common.errors import KVTransferError, PeerLost, TransferTimeout
 from kv_transfer.deadline import Deadline
 from kv_transfer.push import Push, Span, split_spans
 from kv_transfer.sender import PushResult
-from kv_transfer.transports.choose import LinkOpener
+from kv_transfer.transports.choose import LinkOpener, LinkRate
 from tests.support.kv_groups import DecodeGroup, PrefillGroup, geometry, joined
 from tests.support.pace import within
 
@@ -137,3 +137,38 @@ def test_an_unexpected_exception_fails_the_transfer_and_the_thread_goes_on(links
 )
 def test_token_ranges_are_cut_at_block_edges(tokens: tuple[int, int], spans: list[Span]) -> None:
     assert split_spans(*tokens, 16) == spans
+
+
+def test_what_was_measured_of_a_decode_rank_is_forgotten_once_it_is_gone() -> None:
+    prefill = PrefillGroup(geometry(2), 1, TOKENS, "tcp")
+    sender = prefill.senders[0]
+    for n in range(3):
+        decode = DecodeGroup(geometry(2), 1, ("tcp",), incarnation=100 + n)
+        with joined(prefill, decode):
+            assert hand_over(prefill, decode, n + 1).error is None
+            assert len(sender.rates()) == 1
+            (peer,) = sender._peers.values()
+            decode.receivers[0].close()
+            peer.join(timeout_s=within(5.0))
+        assert sender.rates() == []
+
+
+def test_a_decode_rank_that_was_only_idle_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(LinkOpener, "_measure", lambda *_: measured.append(1) or 1.0)
+    prefill = PrefillGroup(geometry(2), 1, TOKENS, "tcp", sender_options={"idle_s": 0.1})
+    decode = DecodeGroup(geometry(2), 1, ("tcp",))
+    with joined(prefill, decode):
+        for transfer_id in (1, 2):
+            assert hand_over(prefill, decode, transfer_id).error is None
+            for peer in list(prefill.senders[0]._peers.values()):
+                peer.join(timeout_s=within(5.0))
+    assert len(measured) == 1
+
+
+def test_rates_of_a_thousand_more_decode_ranks_push_out_the_oldest() -> None:
+    opener = PrefillGroup(geometry(2), 1, TOKENS, "tcp").senders[0]._opener
+    for incarnation in range(2000):
+        opener._report(LinkRate(incarnation, 0, "tcp", 1.0), [])
+    assert len(opener.rates()) == 1024
+    assert opener.rates()[-1].incarnation == 1999

@@ -77,6 +77,9 @@ class FaultyOpener:
     def open(self, endpoints: Sequence[worker_pb2.Endpoint], target: Target, deadline: Deadline) -> Link:
         return FaultyLink(self._inner.open(endpoints, target, deadline), self._plan)
 
+    def forget(self, incarnation: int, rank: int) -> None:
+        self._inner.forget(incarnation, rank)
+
     def close(self) -> None:
         self._inner.close()
 
