@@ -12,7 +12,7 @@ from benchmarks.faults.result import Result
 from benchmarks.faults.storms import following, judge_rest
 from tests.support.faults.bed import FaultBed, PoolPlan, fault_bed, fault_config
 from tests.support.faults.load import Clients, Shape
-from tests.support.faults.oracle import Footprint, Oracle, slope_per_hour
+from tests.support.faults.oracle import Footprint, Oracle, percentile, slope_of
 from tests.support.faults.plan import FaultSettings
 
 POOLS = (PoolPlan("prefill", 1, 2), PoolPlan("decode", 1, 2))
@@ -69,9 +69,18 @@ async def _soak(bed: FaultBed, size: int, seed: int) -> Result:
     result.note(capacity_per_s=capacity, faults=len(bed.oracle.faults), success_percent=bed.oracle.success_percent())
     for name in watched:
         second_half = [point for point in points[name] if point[0] > size / 2]  # caches fill first
-        result.must(f"growth_mb_per_h_{name}", slope_per_hour(second_half), at_most=5)
+        growth = slope_of(second_half)
+        result.must(f"growth_mb_per_h_{name}", growth.per_hour, at_most=5)
+        sizes = [percentile((mb for at_s, mb in points[name] if part <= 4 * at_s / size < part + 1), 50) for part in range(4)]
         fds = f"{first[name].fds} -> {last[name].fds}"
-        result.note(**{f"fds_{name}": fds, f"threads_{name}": f"{first[name].threads} -> {last[name].threads}"})
+        result.note(
+            **{
+                f"growth_mb_per_h_{name}_middle_half": f"{growth.low:.1f} to {growth.high:.1f}",
+                f"anonymous_mb_{name}_by_quarter": " ".join(f"{mb:.1f}" for mb in sizes),
+                f"fds_{name}": fds,
+                f"threads_{name}": f"{first[name].threads} -> {last[name].threads}",
+            }
+        )
     return result
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from tests.support.fake_model import expected_tokens, seeded_tokens
 from tests.support.faults.load import guard
-from tests.support.faults.oracle import Fault, Footprint, Oracle, Record, percentile, slope_per_hour
+from tests.support.faults.oracle import Fault, Footprint, Oracle, Record, Slope, percentile, slope_of
 
 
 def record(**changes) -> Record:
@@ -58,9 +59,40 @@ async def test_a_client_that_leaves_ends_only_what_had_not_ended(before, ends):
     assert left.ended_s > 0
 
 
-def test_growth_and_percentiles():
-    assert slope_per_hour([(t, 100 + 0.01 * t) for t in range(100)]) == pytest.approx(36.0)
-    assert slope_per_hour([(1.0, 5.0)]) == 0.0
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [([], (0, 0, 0)), ([(1.0, 5.0)], (0, 0, 0)), ([(1.0, 5.0), (11.0, 6.0)], (360, 360, 360)), ([(t, 9.0) for t in range(99)], (0, 0, 0))],
+    ids=["nothing", "one point", "two points", "level"],
+)
+def test_growth_of_few_and_of_level_points(points, expected):
+    assert slope_of(points) == Slope(*map(float, expected))
+
+
+def test_growth_of_a_line_is_its_slope_and_noise_widens_the_middle_half_only():
+    line = [(float(t), 100 + 0.01 * t) for t in range(300)]
+    found = slope_of(line)
+    assert (found.low, found.per_hour, found.high) == pytest.approx((36.0, 36.0, 36.0))
+    rng = random.Random(3)
+    noisy = slope_of([(t, y + rng.gauss(0, 0.5)) for t, y in line])
+    assert noisy.per_hour == pytest.approx(36.0, abs=4)
+    assert noisy.low < 36.0 < noisy.high
+
+
+@pytest.mark.parametrize("at_s", [30, 270], ids=["early", "late"])
+def test_one_step_or_a_spike_is_no_growth(at_s):
+    assert slope_of([(t, 100.0 + (t >= at_s)) for t in range(300)]) == Slope(0.0, 0.0, 0.0)
+    assert slope_of([(t, 100.0 + 50 * (at_s <= t < at_s + 4)) for t in range(300)]) == Slope(0.0, 0.0, 0.0)
+
+
+def test_a_step_in_the_middle_and_steps_in_a_row_show():
+    middle = slope_of([(t, 100.0 + (t >= 150)) for t in range(300)])
+    assert middle.low == 0.0
+    assert middle.high > 20.0
+    stairs = slope_of([(t, 100.0 + t // 50) for t in range(600)])  # 1 in 50 s
+    assert stairs.per_hour == pytest.approx(72.0, rel=0.05)
+
+
+def test_percentiles_and_footprints():
     assert [percentile([3, 1, 2], p) for p in (0, 50, 99)] == [1, 2, 3]
     import os
 

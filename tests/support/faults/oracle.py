@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
+from statistics import median, quantiles
 
 SLACK_S = 1.0  # a request ends by its deadline and this
 
@@ -113,11 +115,24 @@ class Footprint:
         return cls(int(fields["RssAnon"].split()[0]) * 1024, fds, int(fields["Threads"]))
 
 
-def slope_per_hour(points: Sequence[tuple[float, float]]) -> float:
-    """Least-squares growth of (seconds, value) per hour."""
-    if len(points) < 2:
-        return 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+@dataclass(frozen=True)
+class Slope:
+    """Growth per hour: the median over all pairs of points (Theil-Sen), and between `low` and `high` the middle half of them."""
+
+    per_hour: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+def slope_of(points: Iterable[tuple[float, float]], every_s: float = 10.0) -> Slope:
+    """Of (seconds, value). Each `every_s` count as one point, their median: what comes and goes within them is no growth. A step early or
+    late moves the median little, and shows between low and high."""
+    parts: dict[float, list[float]] = {}
+    for x, y in points:
+        parts.setdefault(x // every_s, []).append(y)
+    medians = [(part * every_s, median(values)) for part, values in sorted(parts.items())]
+    slopes = [3600 * (y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in combinations(medians, 2)]
+    if len(slopes) < 2:
+        return Slope(*slopes * 3)
+    low, middle, high = quantiles(slopes, n=4, method="inclusive")
+    return Slope(middle, low, high)
