@@ -1,7 +1,7 @@
 """The receiving end of nccl: headers as over tcp, payloads into the connection's own memory, then checked and copied under a grant's lock.
 
-Batches are received while the one before is copied. A stalled sender holds that memory, not blocks; after `io_timeout_s` its
-communicator is aborted and the connection closed.
+Batches are received while the one before is copied. A stalled sender holds that memory, not blocks; after `io_timeout_s`, or once it has
+closed its end of the socket, its communicator is aborted and the connection closed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from common.errors import PeerLost
 from common.keyring import Key
 from kv_transfer.deadline import Deadline
 from kv_transfer.device import Device, Moment, Pair
@@ -56,8 +57,9 @@ class NcclServer(TcpServer):
     def _serve_pair(self, sock: socket.socket, session: bytes, pair: Pair) -> None:
         slots = [self._device.empty(SLOT_BYTES) for _ in range(SLOTS)]
         arriving: deque[_Arriving] = deque()
-        readable = select.poll()
+        readable, hung_up = select.poll(), select.poll()
         readable.register(sock, select.POLLIN)
+        hung_up.register(sock, select.POLLRDHUP)
         sequence = turn = 0
         while True:
             if arriving and arriving[0].here.is_past():
@@ -67,6 +69,8 @@ class NcclServer(TcpServer):
                 batch = self._receive_batch(sock, session, sequence, slots[turn], pair)
                 sequence, turn = batch.sequence, (turn + 1) % SLOTS
                 arriving.append(batch)
+            elif hung_up.poll(0):  # a communicator does not tell
+                raise PeerLost("the sender hung up; a batch was announced and does not come over nccl")
             else:
                 self._wait(pair, arriving[0])
 

@@ -58,6 +58,41 @@ def test_a_stalled_sender_is_hung_up_on_and_the_next_transfer_makes_a_new_pair(m
         assert_handed_over(prefill, decode, 3)
 
 
+def test_a_receiver_sees_a_hang_up_that_the_communicator_does_not_tell() -> None:
+    sending: list[EmulatedPair] = []
+    aborted = threading.Event()
+
+    class DeafPair(EmulatedPair):
+        def check(self) -> None:
+            """A kernel that waits for a peer that is gone just waits."""
+
+        def abort(self) -> None:
+            aborted.set()
+            super().abort()
+
+    class Deaf(EmulatedDevice):
+        def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> EmulatedPair:
+            return DeafPair(pair_id.decode(), rank, deadline)
+
+    class Stalling(EmulatedDevice):
+        def join_pair(self, pair_id: bytes, rank: int, deadline: Deadline) -> EmulatedPair:
+            sending.append(super().join_pair(pair_id, rank, deadline))
+            return sending[-1]
+
+    g = geometry(2)
+    prefill = PrefillGroup(g, 1, TOKENS, "nccl", sender_options={"device": Stalling(), "io_timeout_s": within(1.0)})
+    decode = DecodeGroup(g, 1, ("nccl",), device=Deaf())
+    with joined(prefill, decode):
+        prefill.begin(decode.reserve(1, TOKENS))
+        prefill.push_chunk(1, 0, TOKENS)
+        assert prefill.finish(1)[0].error is None
+        sending[0].after(EmulatedMoment())  # headers still go out, payloads don't
+        prefill.begin(decode.reserve(2, TOKENS), deadline_s=0.5)
+        prefill.push_chunk(2, 0, TOKENS)
+        assert isinstance(prefill.finish(2)[0].error, KVTransferError)
+        assert aborted.wait(within(1.0)), "ten seconds are the limit for a sender that is silent"
+
+
 def test_messages_larger_than_a_slot_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     g = geometry(2)
     per_block = 2 * 2 * g.head_block_bytes
