@@ -213,9 +213,9 @@ __device__ __forceinline__ void add(const MoeArgs& a, const Groups& s, const Sum
 template <int COPIES>
 constexpr int kBarriers = kStages * COPIES + kStages + 2 * kSums + 2;
 
-// For few tokens the compiler is told of more warps than there are: its registers then leave room for the next kernel's first blocks.
+// For few tokens the compiler is told of more warps than there are: at 72 registers a thread a block of `combine_norm` finds room beside it.
 template <int WARPS, int UNITS, int NT_MAX, int COPIES>
-__global__ void __launch_bounds__((kFirstAdder<WARPS> + kAdders + (NT_MAX == 1 ? 4 : 0)) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
+__global__ void __launch_bounds__((kFirstAdder<WARPS> + kAdders + (NT_MAX == 1 ? 8 : 0)) * 32, 1) moe_experts(const __grid_constant__ MoeArgs a) {
   DYNAMIC_SHARED(shared);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   unsigned char* items = shared + (kBarriers<COPIES> * 8 + 127) / 128 * 128;
