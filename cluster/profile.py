@@ -219,7 +219,7 @@ def load_profile(path: Path) -> Profile:
 def save_profile(profile: Profile, path: Path) -> None:
     """Writes beside the target and renames, so that a reader never sees half a file."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n")
+    partial.write_text(json.dumps(profile.model_dump(mode="json", exclude_none=True), indent=1) + "\n")
     partial.replace(path)
 
 
