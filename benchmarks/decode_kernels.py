@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.decode_random import BLOCK_SIZE, randn, random_choices, shuffled_table
 from kernels import decode_fused
@@ -55,17 +56,23 @@ def expert_rows(config: ModelConfig, weights: DecodeWeights, batches: tuple[int,
         yield from _expert_case(config, weights, batch)
 
 
-def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
+def expert_launch(config: ModelConfig, weights: DecodeWeights, batch: int) -> tuple[Callable[[int], None], float, Tensor]:
+    """Returns: a launch of both products of layer i; experts that a layer hits, in the mean; what a launch writes"""
     layers = weights.layers
     ids = random_choices(len(layers), batch, config)
     hit = sum(len(set(choice.flatten().tolist())) for choice in ids) / len(layers)
     x, hidden, out = randn(batch, 2880), randn(batch * 4, 2880), randn(batch, 4, 2880)
     arrived = torch.zeros(2, dtype=torch.int32, device="cuda")
 
-    def both(i):
+    def both(i: int) -> None:
         launch_experts(x, ids[i], layers[i].experts, hidden, arrived, out, alpha=1.702, limit=7.0)
 
-    us = graph_us([partial(both, i) for i in range(len(layers))])
+    return both, hit, out
+
+
+def _expert_case(config: ModelConfig, weights: DecodeWeights, batch: int) -> Iterator[Row]:
+    both, hit, _ = expert_launch(config, weights, batch)
+    us = graph_us([partial(both, i) for i in range(len(weights.layers))])
     yield f"both products ({hit:.1f} experts)", batch, us, hit * 270 * 90 * 544
 
 
