@@ -1,4 +1,8 @@
-"""Runs work for a client until it is done or the client has left, whichever is first."""
+"""Runs work for a client until it is done or the client has left, whichever is first.
+
+The work runs in the caller's own task: one of its own would cost each request several turns of the event loop, and in each of them
+everything else that is ready runs first.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +31,51 @@ async def run_until_disconnect(
     `has_stalled` is asked every `poll_s`; a client that has stalled counts as gone.
     Raises: what `work` raises; ClientGone, with `work` cancelled and ended, if the client left first.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_wait_for_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    watch = _Watch(task, receive, has_stalled, poll_s)
     try:
-        done: set[asyncio.Future[Any]] = set()
-        while not done:
-            done, _ = await asyncio.wait((task, watch), timeout=poll_s if has_stalled else None, return_when=asyncio.FIRST_COMPLETED)
-            if has_stalled is not None and not done and has_stalled():
-                break
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
     finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        if watch.end() and task.uncancel() == 0:  # else the task is cancelled by others too
+            raise ClientGone
+
+
+class _Watch:
+    """Cancels `task` once the client has left or stalled, until `end`."""
+
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, has_stalled: Callable[[], bool] | None, poll_s: float):
+        self._task = task
+        self._has_stalled = has_stalled
+        self._poll_s = poll_s
+        self._is_over = self._has_left = False
+        self._poll: asyncio.TimerHandle | None = None
+        self._waiting = asyncio.ensure_future(_wait_for_disconnect(receive))
+        self._waiting.add_done_callback(lambda _: self._leave())
+        self._ask_again()
+
+    def end(self) -> bool:
+        """Whether it has cancelled the task; from now on it does not."""
+        self._is_over = True
+        self._waiting.cancel()
+        if self._poll is not None:
+            self._poll.cancel()
+        return self._has_left
+
+    def _leave(self) -> None:
+        if not self._is_over and not self._task.cancelling():  # whoever is cancelled cleans up, and is not to be disturbed
+            self._has_left = True
+            self._task.cancel()
+
+    def _ask_again(self) -> None:
+        if self._has_stalled is not None:
+            self._poll = self._task.get_loop().call_later(self._poll_s, self._ask, self._has_stalled)
+
+    def _ask(self, has_stalled: Callable[[], bool]) -> None:
+        if has_stalled():
+            self._leave()
+        else:
+            self._ask_again()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
