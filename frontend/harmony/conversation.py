@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from frontend.chat_format import ChatInput
-from frontend.harmony.tokens import ANALYSIS, ASSISTANT, COMMENTARY, FINAL, FUNCTIONS
+from frontend.harmony.tokens import ANALYSIS, ASSISTANT, COMMENTARY, FINAL, FUNCTIONS, SYSTEM
 from frontend.harmony.tool_schema import format_function_tools
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -62,7 +62,7 @@ def _system_message(chat: ChatInput, *, has_tools: bool) -> HarmonyMessage:
     if has_tools:
         channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
     text = "\n\n".join(("\n".join(top), f"Reasoning: {chat.reasoning_effort}", channels))
-    return HarmonyMessage("system", (text,))
+    return HarmonyMessage(SYSTEM, (text,))
 
 
 def _developer_message(instructions: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[HarmonyMessage]:

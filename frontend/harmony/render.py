@@ -16,6 +16,7 @@ from frontend.harmony.conversation import HarmonyMessage, to_harmony
 from frontend.text_encoder import TextEncoder
 
 _CACHED_HEADERS = 4096
+_CACHED_SYSTEM_TEXTS = 64  # there is one per day, effort, and with or without tools
 
 
 class HarmonyRenderer:
@@ -24,6 +25,7 @@ class HarmonyRenderer:
     def __init__(self, encoder: TextEncoder):
         self._encoder = encoder
         self._header = functools.lru_cache(maxsize=_CACHED_HEADERS)(self._encode_header)
+        self._system_text = functools.lru_cache(maxsize=_CACHED_SYSTEM_TEXTS)(self._words)
 
     def render(self, chat: ChatInput) -> RenderedPrompt:
         """The prompt up to and including `<|start|>assistant`, and the header of a call that `tool_choice` forces.
@@ -45,7 +47,8 @@ class HarmonyRenderer:
     def _message(self, message: HarmonyMessage) -> list[int]:
         ids = list(self._header(message.author, message.recipient, message.channel, message.is_constrained))
         for text in message.texts:
-            ids += self._encoder.encode(text, field=message.field)
+            is_ours = message.author == tokens.SYSTEM  # what clients call system instructions is the developer's
+            ids += self._system_text(text) if is_ours else self._encoder.encode(text, field=message.field)
         is_call = message.author == tokens.ASSISTANT and message.recipient is not None
         ids.append(tokens.CALL if is_call else tokens.END)
         return ids

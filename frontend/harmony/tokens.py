@@ -15,7 +15,8 @@ REPLY_ENDS = frozenset({RETURN, CALL})  # where the engine stops; <|end|> only p
 END_OF_TEXT = 199_999
 
 ASSISTANT = "assistant"
-ROLES = frozenset({ASSISTANT, "user", "system", "developer", "tool"})
+SYSTEM = "system"
+ROLES = frozenset({ASSISTANT, "user", SYSTEM, "developer", "tool"})
 ANALYSIS = "analysis"
 COMMENTARY = "commentary"
 FINAL = "final"

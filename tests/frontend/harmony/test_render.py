@@ -26,7 +26,7 @@ from common.errors import InvalidRequestError
 from frontend.chat_format import ChatInput, ToolChoice
 from frontend.harmony import tokens
 from frontend.harmony.format import HarmonyFormat
-from frontend.text_encoder import TextLimits
+from frontend.text_encoder import TextEncoder, TextLimits
 from frontend.vocab import NUM_ORDINARY_TOKENS, Vocabulary
 from tests.frontend.support.replies import read
 
@@ -327,3 +327,20 @@ def test_a_long_unbroken_run_costs_milliseconds_wherever_it_stands(harmony: Harm
 
 def test_reply_ends_are_the_engines_stop_tokens(vocabulary: Vocabulary, harmony: HarmonyFormat):
     assert set(harmony.stop_token_ids) == set(vocabulary.harmony.stop_tokens_for_assistant_actions()) == tokens.REPLY_ENDS
+
+
+def test_the_system_message_is_encoded_once_a_day_and_effort(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch):
+    encoded: list[str] = []
+    encode = TextEncoder.encode
+
+    def counted(self: TextEncoder, text: str, *, field: str) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, field=field)
+
+    monkeypatch.setattr(TextEncoder, "encode", counted)
+    harmony = HarmonyFormat(vocabulary)
+    chats = [ChatInput([user("hi")], reasoning_effort=e, current_date=d) for e in ("low", "high") for d in ("2025-08-05", "2025-08-06")]
+    first = [harmony.render(chat).token_ids for chat in chats]
+    assert [harmony.render(chat).token_ids for chat in chats] == first
+    assert len({tuple(ids) for ids in first}) == 4
+    assert sum("Knowledge cutoff" in text for text in encoded) == 4
