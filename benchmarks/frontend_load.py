@@ -129,7 +129,7 @@ class FakeRouter:
 
 
 async def run_router(pipe: Connection, load: Load) -> None:
-    """Serves until something comes by `pipe`; sends its address, then its CPU seconds and its stamps."""
+    """Sends its address by `pipe` and then, until it is told to end, its CPU seconds or its stamps, as asked."""
     router = FakeRouter(load)
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(
@@ -138,8 +138,8 @@ async def run_router(pipe: Connection, load: Load) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.router.v1.Router", {"GenerateMany": handler}),))
     pipe.send(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
-    await asyncio.to_thread(pipe.recv)
-    pipe.send((cpu_s(), router.stamps_s))
+    while (asked := await asyncio.to_thread(pipe.recv)) != "end":
+        pipe.send(cpu_s() if asked == "cpu" else router.stamps_s)
     await server.stop(None)
 
 
