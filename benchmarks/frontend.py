@@ -12,7 +12,7 @@ token. So it counts accept and HTTP, the rendering, gRPC both ways with the wake
 the socket, and what the stamps cost. It leaves out the client's connect and how long the client's loop takes to read what has come;
 "seen by the client" holds these, too.
 
-Measured are requests that come by chance (a Poisson process) while about as many streams run as asked for; the rounds, each with fresh
+Measured are requests that come by chance (a Poisson process) while all the streams asked for run; the rounds, each with fresh
 processes, are pooled. A round in which others (the host, too) took more than 3% of one of the two cores is run again, whatever its figures,
 up to three times as many rounds in all; then those count that others disturbed least. The record says how many were tried.
 """
@@ -97,7 +97,7 @@ def measure(load: Load, seed: int) -> tuple[dict, list[dict[str, float]]]:
     frontend.start()
     port = pipe.recv()
     os.sched_setaffinity(0, {OTHER_CORE})
-    Clients(port, leaves_at_once=True).run([i * 0.0125 for i in range(8)])
+    Clients(port, stays=0).run([i * 0.0125 for i in range(8)])
 
     def ask(process: Connection, what: str):
         process.send(what)
@@ -109,8 +109,8 @@ def measure(load: Load, seed: int) -> tuple[dict, list[dict[str, float]]]:
 
     time.sleep(0.5)  # what the first streams left is put away
     before_s = used_s()
-    clients = Clients(port)
-    wall_s = clients.run(load.starts_s(seed), ends_at_first=load.arrivals > 0)
+    clients = Clients(port, stays=load.streams)
+    wall_s = clients.run(load.starts_s(seed))
     frontend_s, router_s, clients_s, core_s, other_core_s = (after - before for after, before in zip(used_s(), before_s, strict=True))
     stamps, router_stamps_s = ask(pipe, "stamps"), ask(router_pipe, "stamps")
     for process, started in ((pipe, frontend), (router_pipe, router)):
@@ -119,17 +119,10 @@ def measure(load: Load, seed: int) -> tuple[dict, list[dict[str, float]]]:
     firsts_ms = sorted((stream.read_s - stream.begun_s) * 1e3 for stream in clients.streams)
     measured = list(enumerate(clients.streams))[load.streams :]
     figures = {
-        "streams": load.streams,
-        "step_ms": load.step_ms,
-        "groups": load.groups,
-        "ramp_s": load.ramp_s,
         "failed_streams": clients.failed,
         "tokens": clients.tokens,
-        "offered_tokens_per_s": load.streams / load.step_ms * 1e3,
-        "tokens_per_s": clients.tokens / wall_s,
-        "tokens_per_frontend_cpu_s": clients.tokens / frontend_s,
-        "frontend_cpu_us_per_token": frontend_s / clients.tokens * 1e6,
-        "frontend_cpu_us_per_stream": frontend_s / load.streams * 1e6,
+        "wall_s": wall_s,
+        "frontend_cpu_s": frontend_s,
         "frontend_cpu_share": frontend_s / wall_s,
         "router_cpu_share": router_s / wall_s,
         "client_cpu_share": clients_s / wall_s,
@@ -155,8 +148,23 @@ def measure_throughput(load: Load, rounds: int) -> list[dict]:
     for seed in range(rounds):
         figures, _ = measure(load, seed)
         del figures["running"]
-        runs.append({**facts(), "run": "throughput", **figures})
-        print(json.dumps(runs[-1], indent=1))
+        tokens, frontend_s = figures["tokens"], figures["frontend_cpu_s"]
+        run = {
+            **facts(),
+            "run": "throughput",
+            "streams": load.streams,
+            "step_ms": load.step_ms,
+            "groups": load.groups,
+            "ramp_s": load.ramp_s,
+            "offered_tokens_per_s": load.streams / load.step_ms * 1e3,
+            "tokens_per_s": tokens / figures["wall_s"],
+            "tokens_per_frontend_cpu_s": tokens / frontend_s,
+            "frontend_cpu_us_per_token": frontend_s / tokens * 1e6,
+            "frontend_cpu_us_per_stream": frontend_s / load.streams * 1e6,
+            **figures,
+        }
+        runs.append(run)
+        print(json.dumps(run, indent=1))
     return runs
 
 
@@ -179,14 +187,13 @@ def measure_ttft(load: Load, rounds: int) -> dict:
         "streams": load.streams,
         "step_ms": load.step_ms,
         "groups": load.groups,
-        "tokens": load.tokens,
+        "arrivals_per_s": load.arrivals_per_s,
         "rounds": rounds,
         "rounds_tried": tried,
         "running_least": min(running),
         "running_mean": statistics.mean(running),
         "running_most": max(running),
         **{f"{name}_most": max(figures[name] for figures, _ in measured) for name in ("frontend_cpu_share", "others_share")},
-        "frontend_cpu_us_per_token": statistics.mean(figures["frontend_cpu_us_per_token"] for figures, _ in measured),
         "failed_streams": sum(figures["failed_streams"] for figures, _ in measured),
         **pooled([requests for _, requests in measured]),
     }
@@ -205,13 +212,12 @@ def main() -> None:
     chosen = options.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    tokens, step_ms = chosen.tokens or 100, chosen.step_ms or 50.0
     runs = []
     if chosen.what in ("all", "throughput"):
         load = Load(chosen.streams or 2000, chosen.tokens or 120, chosen.step_ms or 100.0, 16, 2.0)
         runs += measure_throughput(load, chosen.rounds or 3)
     if chosen.what in ("all", "ttft"):
-        load = Load(chosen.streams or 200, tokens, step_ms, 16, tokens * step_ms / 1e3, arrivals=200)
+        load = Load(chosen.streams or 200, chosen.tokens or 240, chosen.step_ms or 50.0, 16, 2.0, arrivals=200, arrivals_per_s=40.0)
         runs.append(measure_ttft(load, chosen.rounds or 5))
     if chosen.what == "all":
         RESULTS.write_text(json.dumps(runs, indent=1) + "\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import random
 import re
@@ -32,7 +33,7 @@ _CONTENT = re.compile(rb'"content":"[^"]')
 class Load:
     """`streams` at once, started over `ramp_s`; `groups` of them step every `step_ms`, `tokens` times.
 
-    `arrivals` more come by chance once all run, as many in the mean as end: each of them meets about `streams` that run.
+    While they run, `arrivals` more come by chance, `arrivals_per_s` in the mean, and each of these is left at its first content.
     """
 
     streams: int
@@ -41,14 +42,14 @@ class Load:
     groups: int
     ramp_s: float
     arrivals: int = 0
+    arrivals_per_s: float = 1.0
 
     def starts_s(self, seed: int) -> list[float]:
         """When each request is sent, from the first one on [s]."""
         chance = random.Random(seed)
-        starts_s = [self.ramp_s * i / self.streams for i in range(self.streams + 1)]
-        for _ in range(self.arrivals):
-            starts_s.append(starts_s[-1] + chance.expovariate(self.streams / (self.tokens * self.step_ms / 1e3)))
-        return starts_s[: self.streams] + starts_s[self.streams + 1 :]
+        ramp = [self.ramp_s * i / self.streams for i in range(self.streams)]
+        gaps_s = (chance.expovariate(self.arrivals_per_s) for _ in range(self.arrivals))
+        return ramp + [self.ramp_s + passed_s for passed_s in itertools.accumulate(gaps_s)]
 
 
 def cpu_s() -> float:
@@ -145,13 +146,14 @@ async def run_router(pipe: Connection, load: Load) -> None:
 
 @dataclass
 class Stream:
-    """One request as its client sees it, all times CLOCK_MONOTONIC [s].
+    """One request as its client sees it, all times CLOCK_MONOTONIC [s]. `leaves`: at its first content.
 
     `sent_s`: connected, about to send; `arrived_s`: the first content was in the client's kernel; `read_s`: and in its hands.
     `running`: streams that ran when it was started.
     """
 
     connection: socket.socket
+    leaves: bool
     running: int
     begun_s: float
     sent_s: float = 0.0
@@ -171,36 +173,37 @@ def request_bytes(request_id: int) -> bytes:
 class Clients:
     """All streams of one run in one epoll loop. `streams` by request id; `tokens` as the frontend counts them."""
 
-    def __init__(self, port: int, *, leaves_at_once: bool = False):
-        """`leaves_at_once`: streams are left at their first bytes, which warms a frontend up."""
+    def __init__(self, port: int, stays: int):
+        """`stays`: so many streams, the first ones, are read to their end; later ones are left at their first content."""
         self._port = port
-        self._leaves_at_once = leaves_at_once
+        self._stays = stays
         self._poll = select.epoll()
         self._open: dict[int, Stream] = {}
         self.streams: list[Stream] = []
         self.tokens = 0
         self.failed = 0
 
-    def run(self, starts_s: list[float], *, ends_at_first: bool = False) -> float:
-        """`ends_at_first`: leaves all streams once the last one has its first content. Returns: seconds it took"""
+    def run(self, starts_s: list[float]) -> float:
+        """Until all streams have ended, or until the last one is left. Returns: seconds it took"""
         begun_s = time.monotonic()
-        while len(self.streams) < len(starts_s) or self._open:
+        while len(self.streams) < len(starts_s) or (self._open and not self._has_left_last()):
             while len(self.streams) < len(starts_s) and time.monotonic() - begun_s >= starts_s[len(self.streams)]:
                 self._start()
-            all_started = len(self.streams) == len(starts_s)
-            if ends_at_first and all_started and all(stream.read_s for stream in self.streams):
-                break
-            wait_s = 0.1 if all_started else max(0.0, starts_s[len(self.streams)] - (time.monotonic() - begun_s))
+            has_more = len(self.streams) < len(starts_s)
+            wait_s = max(0.0, starts_s[len(self.streams)] - (time.monotonic() - begun_s)) if has_more else 0.1
             for fileno, _ in self._poll.poll(wait_s):
                 self._read(self._open[fileno])
         for stream in self._open.values():
             stream.connection.close()
         return time.monotonic() - begun_s
 
+    def _has_left_last(self) -> bool:
+        return len(self.streams) > self._stays and not any(stream.leaves for stream in self._open.values())
+
     def _start(self) -> None:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-        stream = Stream(connection, len(self._open), time.monotonic())
+        stream = Stream(connection, len(self.streams) >= self._stays, len(self._open), time.monotonic())
         connection.connect(("127.0.0.1", self._port))
         request = request_bytes(len(self.streams))
         stream.sent_s = time.monotonic()
@@ -216,12 +219,14 @@ class Clients:
             stream.read_s = time.monotonic()
             seconds, nanoseconds = struct.unpack("qq", ancillary[0][2])
             stream.arrived_s = seconds + nanoseconds / 1e9 - (time.time() - time.monotonic())
-        if piece and not self._leaves_at_once:
+        if piece and not (stream.leaves and stream.read_s):
             stream.tail = piece if len(piece) > 600 else (stream.tail + piece)[-600:]
             return
         self._poll.unregister(stream.connection.fileno())
         del self._open[stream.connection.fileno()]
         stream.connection.close()
+        if stream.leaves and stream.read_s:
+            return
         counted = stream.tail.rsplit(b'"completion_tokens":', 1)
         if len(counted) == 2 and b"[DONE]" in stream.tail:
             self.tokens += int(counted[1].split(b",")[0])
