@@ -109,7 +109,7 @@ def measure(load: Load, seed: int) -> tuple[dict, list[dict[str, float]]]:
 
     time.sleep(0.5)  # what the first streams left is put away
     before_s = used_s()
-    clients = Clients(port, stays=load.streams)
+    clients = Clients(port, load.streams, load.prompt_words)
     wall_s = clients.run(load.starts_s(seed))
     frontend_s, router_s, clients_s, core_s, other_core_s = (after - before for after, before in zip(used_s(), before_s, strict=True))
     stamps, router_stamps_s = ask(pipe, "stamps"), ask(router_pipe, "stamps")
@@ -187,6 +187,7 @@ def measure_ttft(load: Load, rounds: int) -> dict:
         "streams": load.streams,
         "step_ms": load.step_ms,
         "groups": load.groups,
+        "prompt_words": load.prompt_words,
         "arrivals_per_s": load.arrivals_per_s,
         "rounds": rounds,
         "rounds_tried": tried,
@@ -208,6 +209,7 @@ def main() -> None:
     options.add_argument("--streams", type=int)
     options.add_argument("--tokens", type=int)
     options.add_argument("--step-ms", type=float)
+    options.add_argument("--prompt-words", type=int, nargs="+", default=[1, 600, 3000], help="of ttft's requests; a run for each")
     options.add_argument("--rounds", type=int, help="default: 3 for throughput, 5 for ttft")
     chosen = options.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -217,8 +219,9 @@ def main() -> None:
         load = Load(chosen.streams or 2000, chosen.tokens or 120, chosen.step_ms or 100.0, 16, 2.0)
         runs += measure_throughput(load, chosen.rounds or 3)
     if chosen.what in ("all", "ttft"):
-        load = Load(chosen.streams or 200, chosen.tokens or 240, chosen.step_ms or 50.0, 16, 2.0, arrivals=200, arrivals_per_s=40.0)
-        runs.append(measure_ttft(load, chosen.rounds or 5))
+        for words in chosen.prompt_words:
+            load = Load(chosen.streams or 200, chosen.tokens or 240, chosen.step_ms or 50.0, 16, 2.0, 200, 40.0, words)
+            runs.append(measure_ttft(load, chosen.rounds or 5))
     if chosen.what == "all":
         RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
 

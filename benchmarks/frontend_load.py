@@ -25,6 +25,7 @@ import grpc.aio
 from common.proto import router_pb2, types_pb2
 
 HEAD, WORDS, END = (200005, 17196, 200008), (976, 6052, 382, 220, 19, 13), 200002
+PROMPT = ("hi", "please", "explain,", "in", "plain", "words,", "how", "tides", "follow", "the", "moon", "and", "why", "2026", "differs.")
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the kernel's stamp of what it received
 _CONTENT = re.compile(rb'"content":"[^"]')
 
@@ -34,6 +35,7 @@ class Load:
     """`streams` at once, started over `ramp_s`; `groups` of them step every `step_ms`, `tokens` times.
 
     While they run, `arrivals` more come by chance, `arrivals_per_s` in the mean, and each of these is left at its first content.
+    All prompts have `prompt_words` words.
     """
 
     streams: int
@@ -43,6 +45,7 @@ class Load:
     ramp_s: float
     arrivals: int = 0
     arrivals_per_s: float = 1.0
+    prompt_words: int = 1
 
     def starts_s(self, seed: int) -> list[float]:
         """When each request is sent, from the first one on [s]."""
@@ -162,9 +165,10 @@ class Stream:
     tail: bytes = field(default=b"", repr=False)
 
 
-def request_bytes(request_id: int) -> bytes:
-    """A short chat, streamed."""
-    fields = {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": "hi"}]}
+def request_bytes(request_id: int, prompt_words: int) -> bytes:
+    """A chat of one message, streamed."""
+    content = " ".join(PROMPT[i % len(PROMPT)] for i in range(prompt_words))
+    fields = {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": content}]}
     body = json.dumps(fields).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: %d\r\ncontent-length: %d\r\n\r\n"
     return head % (request_id, len(body)) + body
@@ -173,10 +177,11 @@ def request_bytes(request_id: int) -> bytes:
 class Clients:
     """All streams of one run in one epoll loop. `streams` by request id; `tokens` as the frontend counts them."""
 
-    def __init__(self, port: int, stays: int):
+    def __init__(self, port: int, stays: int, prompt_words: int = 1):
         """`stays`: so many streams, the first ones, are read to their end; later ones are left at their first content."""
         self._port = port
         self._stays = stays
+        self._prompt_words = prompt_words
         self._poll = select.epoll()
         self._open: dict[int, Stream] = {}
         self.streams: list[Stream] = []
@@ -201,11 +206,11 @@ class Clients:
         return len(self.streams) > self._stays and not any(stream.leaves for stream in self._open.values())
 
     def _start(self) -> None:
+        request = request_bytes(len(self.streams), self._prompt_words)
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         stream = Stream(connection, len(self.streams) >= self._stays, len(self._open), time.monotonic())
         connection.connect(("127.0.0.1", self._port))
-        request = request_bytes(len(self.streams))
         stream.sent_s = time.monotonic()
         connection.sendall(request)
         connection.setblocking(False)
