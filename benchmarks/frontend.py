@@ -86,6 +86,16 @@ def busy_s(core: int) -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
+def wait_for_quiet(most_s: float) -> None:
+    """Until both cores are nearly idle for a second, or no longer than `most_s`."""
+    until_s = time.monotonic() + most_s
+    while time.monotonic() < until_s:
+        before_s = [busy_s(core) for core in (FRONTEND_CORE, OTHER_CORE)]
+        time.sleep(1.0)
+        if max(busy_s(core) - before for core, before in zip((FRONTEND_CORE, OTHER_CORE), before_s, strict=True)) <= 2 * MOST_OTHERS:
+            return
+
+
 def measure(load: Load, seed: int) -> tuple[dict, list[dict[str, float]]]:
     """One run with fresh processes. Returns: its figures, and the legs [ms] of each request that came when all streams ran"""
     context = multiprocessing.get_context("spawn")
@@ -172,6 +182,7 @@ def quiet_rounds(load: Load, rounds: int) -> tuple[list[tuple[dict, list[dict[st
     """The rounds that others left alone, or disturbed least, and how many were tried: chosen by others' share of the cores alone."""
     done = []
     for seed in range(3 * rounds):
+        wait_for_quiet(20.0)
         done.append(measure(load, seed))
         if sum(figures["others_share"] <= MOST_OTHERS for figures, _ in done) == rounds:
             break
@@ -209,7 +220,7 @@ def main() -> None:
     options.add_argument("--streams", type=int)
     options.add_argument("--tokens", type=int)
     options.add_argument("--step-ms", type=float)
-    options.add_argument("--prompt-words", type=int, nargs="+", default=[1, 600, 3000], help="of ttft's requests; a run for each")
+    options.add_argument("--prompt-words", type=int, nargs="+", default=[1, 600], help="of ttft's requests; a run for each")
     options.add_argument("--rounds", type=int, help="default: 3 for throughput, 5 for ttft")
     chosen = options.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
