@@ -58,7 +58,9 @@ def build_model(spec: RankSpec, group: ParallelGroup) -> BuiltModel:
         raise ConfigError(f"kv dtype {spec.kv_dtype!r} on cuda; the kernels take bfloat16")
     if spec.device == "cuda" and spec.role == "prefill":
         config, prefill = build_prefill_cuda(spec, group)
-        return BuiltModel(config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv), check=prefill.check_ranks)
+        return BuiltModel(
+            config, prefill, warm=lambda kv: warm_prefill_cuda(prefill, kv, chunk_tokens=spec.chunk_tokens), check=prefill.check_ranks
+        )
     if spec.device == "cuda" and spec.role == "decode":
         config, packed = build_decode_cuda(spec, group)
         return BuiltModel(

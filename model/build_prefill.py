@@ -72,6 +72,6 @@ def _peers(spec: RankSpec, group: ParallelGroup, config: ModelConfig) -> Peers |
         return None
 
 
-def warm_prefill_cuda(prefill: CudaPrefill, kv: KVCache) -> GraphedPrefill:
+def warm_prefill_cuda(prefill: CudaPrefill, kv: KVCache, *, chunk_tokens: int) -> GraphedPrefill:
     """Compiles, warms and captures; to be called once the rank has its cache and before it takes requests, on every rank."""
-    return GraphedPrefill(prefill, kv)
+    return GraphedPrefill(prefill, kv, chunk_tokens=chunk_tokens)

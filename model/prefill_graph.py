@@ -120,7 +120,8 @@ class GraphedPrefill:
     chunks.
 
     Units: buckets [tokens]: rising; a prompt takes the first that holds it; None: those of its kind of group. `eager_tokens`: lengths run
-        once at construction
+        once at construction. `chunk_tokens`: of the chunks that longer prompts come in, whose later ones attend by other kernels; None: no
+        prompt is cut
     Effects: compiles, warms and captures everything here, so that the first request pays nothing; writes garbage into the cache's block 0
     """
 
@@ -131,12 +132,15 @@ class GraphedPrefill:
         *,
         buckets: tuple[int, ...] | None = None,
         eager_tokens: tuple[int, ...] = EAGER_WARM_TOKENS,
+        chunk_tokens: int | None = None,
     ):
         self._prefill = prefill
         self._kv = kv
         most = prefill.max_positions
         for tokens in lengths_up_to(most, eager_tokens):
             prefill.forward(self._warm_batch(tokens), kv)
+        if chunk_tokens is not None and chunk_tokens < most:
+            prefill.forward(self._warm_batch(min(chunk_tokens, most - chunk_tokens), behind=chunk_tokens), kv)
         kept = buckets_for(most, buckets_of(prefill.group.size) if buckets is None else buckets)
         pool = torch.cuda.graph_pool_handle() if kept else None
         self._graphs = [PrefillGraph(prefill, tokens, self._warm_batch(min(tokens, most)), kv, pool=pool) for tokens in kept]
@@ -157,7 +161,7 @@ class GraphedPrefill:
                 on_layer(index)
         return logits
 
-    def _warm_batch(self, tokens: int) -> StepBatch:
-        """A prompt all of whose blocks are block 0."""
-        blocks = [0] * -(-tokens // self._prefill.block_size)
-        return build_prefill_batch(SequenceView([0] * tokens, 0, blocks, 0, blocks), self._prefill.block_size, "cpu")
+    def _warm_batch(self, tokens: int, behind: int = 0) -> StepBatch:
+        """A prompt all of whose blocks are block 0, or its part behind so many tokens."""
+        blocks = [0] * -(-(behind + tokens) // self._prefill.block_size)
+        return build_prefill_batch(SequenceView([0] * tokens, behind, blocks, 0, blocks), self._prefill.block_size, "cpu")

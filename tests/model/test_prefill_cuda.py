@@ -24,7 +24,7 @@ from model.gpt_oss import GptOss
 from model.kv_cache import KVCache
 from model.parallel import LocalGroup, ParallelGroup
 from model.prefill_cuda import CudaPrefill
-from model.prefill_graph import buckets_for, lengths_up_to
+from model.prefill_graph import GraphedPrefill, buckets_for, lengths_up_to
 from model.prefill_inputs import ChunkInputs, PagedAttention, PromptChunkAttention
 from model.prefill_pieces import PiecewisePrefill, cut_pieces
 from model.prefill_weights import SERVED_PROJECTIONS, Projections, prepare_prefill_weights
@@ -184,6 +184,25 @@ def test_a_graph_s_padded_rows_change_nothing_in_a_group(tiny, exact_formats, pi
 def test_warming_stays_within_the_longest_prompt(most, lengths, kept):
     assert lengths_up_to(most, (1, 2304, 8192)) == lengths
     assert buckets_for(most, (128, 256, 512)) == kept
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "later"), [(64, [(64, 128)]), (400, [(112, 512)]), (512, []), (None, [])], ids=("short", "long", "whole", "none")
+)
+def test_the_chunks_behind_the_first_are_warm_where_prompts_can_have_them(tiny, monkeypatch, chunk_tokens, later):
+    """Their attention is another kernel: its first compilation took the first long prompt's time."""
+    prefill, _ = build(tiny, LocalGroup())
+    kv = KVCache(tiny.config.kv_geometry(BLOCK, "float32"), 1, 0, 40, 40, "cpu")
+    seen = []
+    forward = CudaPrefill.forward
+
+    def watched(self, batch: StepBatch, cache: KVCache) -> Tensor | None:
+        seen.append((batch.token_ids.shape[0], int(batch.seq_lens[0])))
+        return forward(self, batch, cache)
+
+    monkeypatch.setattr(CudaPrefill, "forward", watched)
+    GraphedPrefill(prefill, kv, buckets=(), eager_tokens=(1, 48), chunk_tokens=chunk_tokens)
+    assert seen == [(1, 1), (48, 48), *later]
 
 
 @pytest.mark.parametrize(("tokens", "pieces", "least", "sizes"), [
