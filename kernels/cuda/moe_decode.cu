@@ -14,7 +14,7 @@ constexpr int kColumnRegisters = 104, kAdderRegisters = 64;
 constexpr uint32_t kRaise = 0x71807180u;          // tokens times 2^100, so that products stay normal; a group's scale has the 2^126
 constexpr float kLower = 7.888609052210118e-31f;  // 2^-100
 
-// The adding warps are a warpgroup of their own, since registers are moved between those; the last one before it asks for the weights.
+// The adding warps are a warpgroup of their own, since registers are moved between those; the last warp before them asks for the weights.
 template <int WARPS>
 constexpr int kFirstAdder = WARPS / 4 * 4 + 4;
 
