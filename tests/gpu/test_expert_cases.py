@@ -147,7 +147,7 @@ def test_m06_one_token_among_128_mxfp4_experts_on_four_ranks_in_decode(device: s
         local_biases = [nans(device, share, b.shape[1]) for b in biases]
         for whole, part in zip((*packed, *biases), (*local, *local_biases), strict=True):
             part[mine] = whole[where]
-        weights = ExpertWeights(local[0], local_biases[0], local[1], local_biases[1], rank * share, 128)
+        weights = ExpertWeights(local[0], local_biases[0], local[1], local_biases[1], rank * share)
         arrived, pairs = torch.zeros(2, dtype=torch.int32, device=device), nans(device, 1, TOP_K, columns)
         hidden = nans(device, TOP_K, columns)
         experts_decode(x, ids, weights, hidden=hidden, arrived=arrived, out=pairs, alpha=ALPHA, limit=LIMIT)
