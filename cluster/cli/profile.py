@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,7 +18,8 @@ from common.errors import ConfigError
 from common.proto import router_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from cluster.sweep_bench import Layout
+    from cluster.profile import Profile
+    from cluster.sweep_bench import Cell, Layout, Result, SweepSettings
     from cluster.sweep_fit import Planned
 
 REPLACE_S = 60.0  # for a group that ended to be noticed and another to get its place; its start comes on top
@@ -71,22 +74,14 @@ def sweep(
     """
     from cluster.client import router_stub
     from cluster.profile import builtin_profile
-    from cluster.state import load_state
     from cluster.sweep import plan_sweep
     from cluster.sweep import sweep as run_sweep
     from cluster.sweep_bench import SweepSettings
-    from cluster.sweep_groups import RunningGroups
-    from cluster.tables import to_markdown
 
-    def ask() -> list[types_pb2.GroupDescription]:
-        with router_stub(name, router) as stub:
-            return [g.description for g in stub.GetLoads(router_pb2.GetLoadsRequest(), timeout=10).groups if g.healthy]
-
-    groups = ask()
+    groups = _healthy_groups(name, router)
     with router_stub(name, router) as stub:
         model = stub.GetModelInfo(router_pb2.GetModelInfoRequest(), timeout=10)
-    layers = groups[0].kv.num_layers if groups else None
-    guess = builtin_profile(layers, on_cuda=hardware.upper().startswith("H"))
+    guess = builtin_profile(groups[0].kv.num_layers if groups else None, on_cuda=hardware.upper().startswith("H"))
     settings = SweepSettings(
         _numbers("--prefill-tokens", prefill_tokens),
         _numbers("--batches", batches),
@@ -97,43 +92,66 @@ def sweep(
         role=None if role == "both" else role,
     )
     cells = plan_sweep(groups, settings, guess)
-    fitting = [cell for cell in cells if not cell.skip]
     if dry_run:
-        for cell in cells:
-            out.print(f"{cell.key:<40} " + (f"does not fit: {cell.skip}" if cell.skip else f"about {cell.estimated_s:.1f} s"))
-        out.print(f"{len(fitting)} cells, about {sum(cell.estimated_s for cell in fitting):.0f} s by the shipped profile")
+        _list_cells(cells)
         return
-    tree = _config_of(config, name, router)
-    planned = _planned(groups, tree, hardware, gpu_gib)
+    tree, num_cells = _config_of(config, name, router), sum(not cell.skip for cell in cells)
+    run = partial(
+        run_sweep, groups, settings, profile, model=model.model, hardware=hardware, guess=guess,
+        planned=_planned(groups, tree, hardware, gpu_gib),
+    )  # fmt: skip
+    _report(_measure(run, profile, tree, name, router, num_cells), settings, profile, usd_per_gpu_hour, num_cells)
+
+
+def _healthy_groups(name: str, router: str | None) -> list[types_pb2.GroupDescription]:
+    from cluster.client import router_stub
+
+    with router_stub(name, router) as stub:
+        return [g.description for g in stub.GetLoads(router_pb2.GetLoadsRequest(), timeout=10).groups if g.healthy]
+
+
+def _list_cells(cells: list[Cell]) -> None:
+    """What a dry run shows."""
+    for cell in cells:
+        out.print(f"{cell.key:<40} " + (f"does not fit: {cell.skip}" if cell.skip else f"about {cell.estimated_s:.1f} s"))
+    fitting = [cell.estimated_s for cell in cells if not cell.skip]
+    out.print(f"{len(fitting)} cells, about {sum(fitting):.0f} s by the shipped profile")
+
+
+def _measure(
+    run: Callable[..., Coroutine[Any, Any, Profile]], path: Path, tree: Config | None, name: str, router: str | None, num_cells: int
+) -> Profile:
+    """The sweep `run`, told of its surroundings and behind a progress bar."""
+    from cluster.state import load_state
+    from cluster.sweep_groups import RunningGroups
+
     state = load_state(name) if router is None else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task("measuring", total=len(fitting))
+        task = bar.add_task("measuring", total=num_cells)
         around = RunningGroups(
-            ask,
+            lambda: _healthy_groups(name, router),
             state.ray_folder if state is not None else None,
-            profile,
+            path,
             tree.cluster.start_timeout_s + REPLACE_S if tree is not None else REPLACE_S,
             show=lambda text: bar.update(task, description=text),
             say=lambda text: bar.console.print(text, style="red", markup=False),
         )
-        measured = asyncio.run(
-            run_sweep(
-                groups,
-                settings,
-                profile,
-                model=model.model,
-                hardware=hardware,
-                guess=guess,
-                planned=planned,
-                surroundings=around,
-                on_progress=lambda done, total, cell, result: bar.update(task, completed=done, total=total, description=cell.key),
-            )
-        )
+
+        def on_progress(done: int, total: int, cell: Cell, result: Result | None) -> None:
+            bar.update(task, completed=done, total=total, description=cell.key)
+
+        return asyncio.run(run(surroundings=around, on_progress=on_progress))
+
+
+def _report(measured: Profile, settings: SweepSettings, path: Path, usd_per_gpu_hour: float, num_cells: int) -> None:
+    """Raises: typer.Exit with 1 if cells failed"""
+    from cluster.tables import to_markdown
+
     typer.echo(to_markdown(measured, settings.contexts, usd_per_gpu_hour, only_cells=True))
     failed = sum(": failed, " in line and not line.startswith("largest") for line in measured.unmeasured)
-    cells_done = f"{len(fitting) - failed} of {len(fitting)} cells" if failed else f"{len(fitting)} cells"
-    out.print(f"{profile}: {cells_done}; route by it with --set router.profile={profile}, prices of other hardware: tandem tables")
+    cells_done = f"{num_cells - failed} of {num_cells} cells" if failed else f"{num_cells} cells"
+    out.print(f"{path}: {cells_done}; route by it with --set router.profile={path}, prices of other hardware: tandem tables")
     if any(": failed, " in line for line in measured.unmeasured):
         err.print("tandem: cells failed, see `Not measured`; the same command again measures what is missing", style="red")
         raise typer.Exit(1)

@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply(const MoeArgs& a, const Groups& s, cons
     if (phase > a.first_phase) barrier_wait(ready, 0);
     for (int at = share.first; at < share.last;) {
       const int group = at / p.tiles, tiles = min(p.tiles - at % p.tiles, share.last - at);
-      if (NT_MAX == 1 || s.count[group] <= 8)
+      if (NT_MAX == 1 || s.count[group] <= kSmallGroup)
         multiply_group<WARPS, UNITS, NT_MAX, 1, COPIES>(p, s, ring, sums, place, group, tiles);
       else
         multiply_group<WARPS, UNITS, NT_MAX, NT_MAX, COPIES>(p, s, ring, sums, place, group, tiles);
